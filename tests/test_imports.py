@@ -1,0 +1,59 @@
+"""Who may import whom, read off the syntax trees: arrows point one way, and the core stays light."""
+
+import ast
+from pathlib import Path
+
+import zclip_jax
+
+ROOT = Path(zclip_jax.__file__).parent
+
+# Each part of the package: the parts, and the outside packages beside the standard library, it may import.
+ALLOWED = {
+    "_typing": (set(), {"jax", "chex", "jaxtyping", "numpy"}),
+    "_rule": ({"_typing"}, {"jax", "numpy"}),
+    "_norm": ({"_typing"}, {"jax"}),
+    "rules": ({"_typing", "_rule", "rules"}, {"jax"}),
+    "_clip": ({"_typing", "_rule", "_norm", "_flax", "rules"}, {"jax", "numpy", "optax"}),
+    "_flax": (set(), {"jax"}),
+    "_metrics": ({"_rule", "_clip"}, {"jax"}),
+    "__init__": ({"_rule", "_clip", "_metrics", "rules"}, set()),
+}
+STANDARD = {"collections", "dataclasses", "sys", "typing"}
+
+
+def part(path):
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def imported(path):
+    """Dotted names of all modules that a file imports, in functions too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            if node.module == "zclip_jax":
+                yield from (f"zclip_jax.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
+
+
+def test_every_file_imports_only_what_it_may():
+    files = sorted(ROOT.rglob("*.py"))
+    assert {part(path) for path in files} == set(ALLOWED)
+    for path in files:
+        inside, outside = ALLOWED[part(path)]
+        for name in imported(path):
+            top, *rest = name.split(".")
+            if top == "zclip_jax":
+                assert rest[0] in inside, f"{part(path)} imports {name}"
+            else:
+                assert top in outside | STANDARD, f"{part(path)} imports {name}"
+
+
+def test_all_is_sorted_and_complete():
+    for module in (zclip_jax, zclip_jax.rules):
+        names = module.__all__
+        assert sorted(names) == list(names)
+        assert all(hasattr(module, name) for name in names)
+        assert all(getattr(module, name).__doc__ for name in names)

@@ -1,0 +1,204 @@
+"""Every rule of `cases.RULES`: its oracle, and the contract that all rules share."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from tests.cases import RULES, TRACES
+from zclip_jax import clip_by_rule, decide, metrics
+
+each_rule = pytest.mark.parametrize("case", RULES, ids=[case.name for case in RULES])
+
+
+def run(rule, norms, state=None):
+    """All outcomes of `rule` over `norms`, stacked, and the last state."""
+    state = rule.init() if state is None else state
+    state, outcomes = jax.jit(lambda s, n: jax.lax.scan(lambda s, x: decide(rule, x, s)[::-1], s, n))(
+        state, jnp.asarray(norms, jnp.result_type(float))
+    )
+    return outcomes, state
+
+
+def gradients(norm, dtype=jnp.float32):
+    """Two leaves whose joint norm is `norm`."""
+    return {"a": jnp.asarray([0.6, 0.0], dtype) * norm, "b": jnp.asarray(0.8, dtype) * norm}
+
+
+def spec(tree):
+    return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree), jax.tree.structure(tree)
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@each_rule
+@pytest.mark.parametrize("trace", TRACES)
+def test_oracle(case, trace, x64, strict):
+    norms = TRACES[trace]
+    outcomes, _ = run(case(), norms)
+    allowed = case.allowed(norms)
+    np.testing.assert_allclose(outcomes.threshold, allowed, rtol=1e-9)
+    np.testing.assert_allclose(outcomes.clip_scale, np.minimum(1, allowed / norms), rtol=1e-9)
+
+
+@each_rule
+def test_state_keeps_structure_shapes_and_types(case, strict):
+    rule = case()
+    state = rule.init()
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
+    for norm in [1.0, np.float64(2.0), 3, jnp.bfloat16(1.5), jnp.nan]:
+        _, new_state = decide(rule, norm, state)
+        assert spec(new_state) == spec(state)
+
+
+@each_rule
+def test_state_keeps_its_types_under_x64(case, x64, strict):
+    rule = case()
+    state = rule.init()
+    assert all(x.dtype != jnp.float32 for x in jax.tree.leaves(state))
+    for norm in [jnp.float32(1.0), jnp.float64(2.0)]:
+        outcome, new_state = decide(rule, norm, state)
+        assert outcome.clip_scale.dtype == jnp.float64
+        assert spec(new_state) == spec(state)
+
+
+@each_rule
+def test_jit_eager_and_scan_agree(case, strict):
+    rule, norms = case(), TRACES["spikes"][25:66].astype(np.float32)
+    scanned, last = run(rule, norms)
+    jitted = jax.jit(functools.partial(decide, rule))
+    state_eager = state_jit = rule.init()
+    # The same to float32 rounding: compiled, a product and a sum may be rounded once, together.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    for i, norm in enumerate(norms):
+        eager, state_eager = decide(rule, norm, state_eager)
+        compiled, state_jit = jitted(norm, state_jit)
+        jax.tree.map(close, eager, compiled)
+        jax.tree.map(close, jax.tree.map(lambda x, i=i: x[i], scanned), compiled)
+    jax.tree.map(close, last, state_jit)
+
+
+@each_rule
+def test_vmap_is_a_loop(case, strict):
+    rule = case()
+    batch = np.stack([TRACES["steady"], TRACES["spikes"], TRACES["decay"]]).astype(np.float32)
+    together = jax.vmap(lambda norms: run(rule, norms)[0])(jnp.asarray(batch))
+    for i, norms in enumerate(batch):
+        alone, _ = run(rule, norms)
+        np.testing.assert_array_equal(together.fired[i], alone.fired)
+        np.testing.assert_allclose(together.clip_scale[i], alone.clip_scale, rtol=3e-6)
+
+
+@each_rule
+def test_bad_norms_leave_the_state_alone(case):
+    rule, norms = case(), TRACES["spikes"][:150].astype(np.float32)
+    want, _ = run(rule, norms)
+    bad = [(i, x) for i in [0, 3, 24, 25, 61, 140] for x in [np.nan, np.inf, -np.inf]]
+    traces = np.stack([np.insert(norms, i, x) for i, x in bad])
+    outcomes, states = jax.vmap(lambda norms: run(rule, norms))(jnp.asarray(traces))
+    clean = jax.vmap(lambda norms: run(rule, norms))(jnp.asarray(np.stack([norms] * len(bad))))
+    assert_same(states, clean[1])
+    for row, (i, _) in enumerate(bad):
+        got = jax.tree.map(lambda x, row=row: x[row], outcomes)
+        assert got.nonfinite[i]
+        assert got.clip_scale[i] == 0
+        assert not (got.fired | got.bound | got.capped)[i]
+        np.testing.assert_array_equal(np.delete(got.fired, i), want.fired)
+
+
+@each_rule
+def test_a_zero_norm_is_no_sample(case, strict):
+    rule = case()
+    _, state = run(rule, TRACES["steady"][:40])
+    outcome, after = decide(rule, 0.0, state)
+    assert_same(after, state)
+    assert float(outcome.clip_scale) == 1.0
+
+
+@each_rule
+def test_unknown_extra_arguments_are_ignored(case, strict):
+    tx = clip_by_rule(case())
+    grads = gradients(2.0)
+    want = tx.update(grads, tx.init(grads))
+    got = tx.update(grads, tx.init(grads), grads, value=jnp.asarray(1.0), another=object())
+    assert_same(got, want)
+
+
+@each_rule
+def test_one_compilation_with_donation(case):
+    tx = optax.chain(clip_by_rule(case()), optax.adam(1e-3))
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, opt_state, norm):
+        traces.append(1)
+        updates, opt_state = tx.update(gradients(norm), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params = gradients(1.0)
+    opt_state = tx.init(params)
+    for norm in TRACES["spikes"][:50]:
+        params, opt_state = step(params, opt_state, jnp.float32(norm))
+    assert len(traces) == 1
+    assert int(metrics(opt_state)["zclip/num_steps"]) == 50
+
+
+@each_rule
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_low_precision_gradients(case, dtype, strict):
+    tx = clip_by_rule(case())
+    state = tx.init(gradients(1.0, dtype))
+    update = jax.jit(tx.update)
+    norms = [0.5] * 30 + [100.0]
+    for norm in norms:
+        grads = gradients(dtype(norm), dtype)
+        updates, state = update(grads, state)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+    true_norm = np.sqrt(sum(np.sum(np.square(np.float64(x))) for x in jax.tree.leaves(grads)))
+    logged = metrics(state)
+    np.testing.assert_allclose(logged["zclip/grad_norm"], true_norm, rtol=1e-6)
+    scale = float(logged["zclip/clip_scale"])
+    assert scale < 1
+    for got, grad in zip(jax.tree.leaves(updates), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_array_equal(got, jnp.float32(scale * np.float32(grad)).astype(dtype))
+
+
+@each_rule
+def test_multi_steps_takes_one_sample_per_applied_update(case):
+    inner = clip_by_rule(case())
+    tx = optax.MultiSteps(inner, every_k_schedule=2)
+    params = gradients(1.0)
+    state, want_state = tx.init(params), inner.init(params)
+    update, want_update = jax.jit(tx.update), jax.jit(inner.update)
+    for norm in TRACES["spikes"][:40]:
+        grads = gradients(jnp.float32(norm))
+        want, want_state = want_update(grads, want_state)
+        for _ in range(2):
+            updates, state = update(grads, state, params)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), updates, want)
+    assert int(metrics(state)["zclip/num_steps"]) == 40
+
+
+@each_rule
+def test_inject_hyperparams(case):
+    @functools.wraps(case.make)
+    def factory(*args, **kwargs):
+        return clip_by_rule(case.make(*args, **kwargs))
+
+    static = [name for name in case.kwargs if name == "robust_warmup"] and ["warmup_steps"]
+    tx = optax.inject_hyperparams(factory, static_args=static)(**case.kwargs)
+    direct = clip_by_rule(case())
+    params = gradients(1.0)
+    state, want_state = tx.init(params), direct.init(params)
+    update, want_update = jax.jit(tx.update), jax.jit(direct.update)
+    for norm in TRACES["spikes"][:200]:
+        grads = gradients(jnp.float32(norm))
+        updates, state = update(grads, state, params)
+        want, want_state = want_update(grads, want_state, params)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), updates, want)

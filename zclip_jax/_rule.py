@@ -1,0 +1,161 @@
+"""A rule looks at one gradient norm and says what norm is allowed; `decide` turns that into a scale."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zclip_jax._typing import BoolScalar, FloatScalar, Numeric, PyTree, dataclass
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a rule says of one norm. Every field is a scalar.
+
+    Args:
+      threshold: the norm allowed this step, in the norm's own unit; `inf` where the rule sets no limit.
+      z_score: how many standard deviations the norm lies above the mean; 0 where the rule has no such
+        number, and during its warm-up.
+      fired: whether the rule calls this step a spike.
+      mean: the mean this norm was judged against, before it is absorbed; 0 where the rule keeps none.
+      std: the standard deviation it was judged against; 0 where the rule keeps none.
+      uncapped: the threshold before `rules.at_most` lowered it; None means `threshold` itself.
+    """
+
+    threshold: Numeric
+    z_score: Numeric
+    fired: Numeric
+    mean: Numeric = 0.0
+    std: Numeric = 0.0
+    uncapped: Numeric | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What `decide` makes of a `Decision`: the fields that metrics and replay report.
+
+    Floats have JAX's default float dtype (float32, or float64 under x64), the rest is bool; all scalars.
+
+    Args:
+      grad_norm: the norm before clipping; `nan` or `inf` on a non-finite step.
+      threshold: the norm allowed; `inf` where there was no limit, and on a non-finite step.
+      z_score: the rule's z-score; 0 where it has none.
+      clip_scale: what the gradients are multiplied by, in [0, 1]; 0 on a non-finite step.
+      mean: the mean the norm was judged against.
+      std: the standard deviation the norm was judged against.
+      fired: the rule called the step a spike.
+      bound: the rule scaled the gradients down.
+      capped: the cap of `rules.at_most` scaled them down further.
+      nonfinite: the norm was NaN or infinite.
+    """
+
+    grad_norm: FloatScalar
+    threshold: FloatScalar
+    z_score: FloatScalar
+    clip_scale: FloatScalar
+    mean: FloatScalar
+    std: FloatScalar
+    fired: BoolScalar
+    bound: BoolScalar
+    capped: BoolScalar
+    nonfinite: BoolScalar
+
+
+class Rule(NamedTuple):
+    """A pure pair of functions on a scalar norm.
+
+    Args:
+      init: `() -> state`, a pytree of arrays whose structure, shapes and dtypes `update` keeps.
+      update: `(norm, state, *, value=None, **extra_args) -> (Decision, state)`. `value` is the loss, where
+        the training loop passes it; unknown extra arguments are ignored.
+
+    Examples:
+      A rule that allows twice the previous norm:
+
+      >>> import jax.numpy as jnp
+      >>> from zclip_jax import Decision, Rule, decide
+      >>> def update(norm, state, **extra_args):
+      ...     threshold = 2 * state
+      ...     return Decision(threshold=threshold, z_score=0.0, fired=norm > threshold), norm
+      >>> rule = Rule(init=lambda: jnp.asarray(1.0), update=update)
+      >>> outcome, state = decide(rule, 5.0, rule.init())
+      >>> float(outcome.clip_scale), float(state)
+      (0.4..., 5.0)
+    """
+
+    init: Callable[[], PyTree]
+    update: Callable[..., tuple[Decision, PyTree]]
+
+
+def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Outcome, PyTree]:
+    """Runs `rule` on one norm: training and replay both go through here and nothing else.
+
+    A norm that is NaN, infinite or zero leaves `state` exactly as it was: the first two are faults, and a
+    zero norm is a step without gradients, which says nothing about the level of the others.
+
+    Args:
+      rule: the rule.
+      norm: scalar, the global L2 norm of this step's gradients.
+      state: the rule's state, from `rule.init()` or the previous call.
+      **extra_args: passed on to the rule, `value=` (the loss) among them.
+
+    Returns:
+      The `Outcome`, and the new state with the structure, shapes and dtypes of the old.
+
+    Examples:
+      >>> from zclip_jax import decide, rules
+      >>> outcome, _ = decide(rules.fixed(1.0), 4.0, rules.fixed(1.0).init())
+      >>> float(outcome.clip_scale), bool(outcome.bound)
+      (0.25, True)
+    """
+    norm = as_float(norm)
+    finite = jnp.isfinite(norm)
+    decision, new_state = rule.update(norm, state, **extra_args)
+
+    threshold = as_float(decision.threshold)
+    uncapped = threshold if decision.uncapped is None else as_float(decision.uncapped)
+    scaled = finite & (norm > threshold)
+    # Divides 1 by 1 where nothing is scaled, so that 0/0 and inf/inf never arise.
+    clip_scale = jnp.where(scaled, threshold, 1.0) / jnp.where(scaled, norm, 1.0)
+
+    outcome = Outcome(
+        grad_norm=norm,
+        threshold=jnp.where(finite, threshold, jnp.inf),
+        z_score=jnp.where(finite, as_float(decision.z_score), 0.0),
+        clip_scale=jnp.where(finite, clip_scale, 0.0),
+        mean=as_float(decision.mean),
+        std=as_float(decision.std),
+        fired=finite & decision.fired,
+        bound=finite & (norm > uncapped),
+        capped=scaled & (threshold < uncapped),
+        nonfinite=~finite,
+    )
+    absorbed = finite & (norm > 0)
+    # The cast also keeps dtypes and strong types as `init` made them, whatever the rule computed in.
+    state = jax.tree.map(
+        lambda new, old: jnp.where(absorbed, jnp.asarray(new, old.dtype), old), new_state, state
+    )
+    return outcome, state
+
+
+def as_float(x: Any) -> jax.Array:
+    """`x` in JAX's default float dtype: float32, or float64 under x64."""
+    return jnp.asarray(x, jnp.result_type(float))
+
+
+def check_number(name: str, value: Any, accepted: str, ok: Callable[[Any], bool]) -> None:
+    """Raises ValueError unless `value` is one number that `ok` accepts; traced values pass unseen."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    number = np.asarray(value)
+    real = jnp.issubdtype(number.dtype, jnp.integer) or jnp.issubdtype(number.dtype, jnp.floating)
+    if not (real and number.ndim == 0 and ok(number)):
+        raise ValueError(f"{name} must be {accepted}, got {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
