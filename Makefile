@@ -1,0 +1,65 @@
+# Each target makes the virtual environment that it needs, where it is missing.
+
+PYTHON ?= python3
+VENV ?= .venv
+OLDEST ?= .venv-oldest
+INTEGRATION ?= .venv-integration
+BIN := $(VENV)/bin
+
+# The tests that need no extra but `test`.
+CORE := $(filter-out tests/test_checkpoint.py tests/test_llama% tests/test_optax%,$(wildcard tests/test_*.py))
+
+.PHONY: train test check lint types docs format test-oldest integration clean
+
+train: $(VENV)/.examples  ## train a small LLaMA with zclip
+	$(BIN)/python examples/llama/train.py $(ARGS)
+
+test: $(VENV)/.dev  ## every test
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+check: lint types test docs  ## everything that must pass
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(VENV)/.dev
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+
+docs: $(VENV)/.dev
+	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build
+	$(BIN)/python -m pytest -q --doctest-glob="*.md" README.md docs
+
+format: $(VENV)/.dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+test-oldest: $(OLDEST)/.pinned  ## the core's tests with the oldest versions that pyproject.toml accepts
+	$(OLDEST)/bin/python -m pytest -n 2 $(CORE) zclip_jax
+
+integration: $(INTEGRATION)/.integration  ## zclip inside a third-party trainer
+	PYTHONPATH=. $(INTEGRATION)/bin/python tests/integration/tunix_trainer.py
+
+clean:
+	rm -rf $(VENV) $(OLDEST) $(INTEGRATION) docs/_build
+
+.PRECIOUS: %/bin/python
+%/bin/python:
+	$(PYTHON) -m venv $*
+
+%/.examples: pyproject.toml | %/bin/python
+	$*/bin/pip install -q -e ".[examples]"
+	touch $@
+
+%/.dev: pyproject.toml | %/bin/python
+	$*/bin/pip install -q -e ".[dev]"
+	touch $@ $*/.examples
+
+%/.integration: pyproject.toml | %/bin/python
+	$*/bin/pip install -q -e ".[integration]"
+	touch $@
+
+%/.pinned: pyproject.toml | %/bin/python
+	$*/bin/pip install -q -e ".[test]" $$($*/bin/python -c "import tomllib; \
+	  print(*[d.replace('>=', '==') for d in tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies']])")
+	touch $@
