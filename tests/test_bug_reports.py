@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zclip_jax import ClipState, clip_by_rule, decide, metrics, rules, zclip
+from zclip_jax import ClipState, Decision, Rule, clip_by_rule, decide, metrics, rules, zclip
 
 SGD = functools.partial(optax.sgd, 1.0)
 
@@ -422,6 +422,40 @@ def test_debug_nans_stays_quiet():
                 _, state = tx.update(jnp.asarray([norm]), state)
 
 
+def test_derivatives_through_the_update_are_finite():
+    """Training loops are differentiated too: roots at 0 and bad norms leave no NaN behind."""
+    tx = zclip(max_grad_norm=None, warmup_steps=3)
+
+    def loop(h, norms):
+        state, total = tx.init(0), 0.0
+        for norm in norms:
+            updates, state = tx.update(h * norm, state)
+            total = total + updates.sum()
+        return total
+
+    def slope(norms):
+        f = functools.partial(loop, norms=[jnp.asarray([n], jnp.float32) for n in norms])
+        step = 1e-2
+        numeric = (f(1.0 + step) - f(1.0 - step)) / (2 * step)
+        return float(jax.grad(f)(1.0)), float(numeric)
+
+    for norms in ([0.0], [1.0, 1.0], [1.0, 0.9, 1.1, 1.0, 3.0, 1.0]):
+        analytic, numeric = slope(norms)
+        np.testing.assert_allclose(analytic, numeric, rtol=1e-3)
+    state = tx.init(0)
+    _, state = tx.update(jnp.asarray([1.0]), state)
+    after_overflow = lambda h: tx.update(h, tx.update(h * 3e19, state)[1])[0].sum()  # noqa: E731
+    assert float(jax.grad(after_overflow)(jnp.ones(1))[0]) == 1.0
+
+
+def test_debug_nans_with_a_bad_gradient():
+    """The gradient itself is the only thing to complain about."""
+    with jax.debug_nans(True):
+        tx = zclip()
+        updates, _ = tx.update(jnp.asarray([jnp.inf, 1.0]), tx.init(0))
+    np.testing.assert_array_equal(updates, [0.0, 0.0])
+
+
 def test_nothing_heavy_is_imported():
     """The core brings in jax, optax and chex, and what those need: no trainer, no plots."""
     code = (
@@ -445,6 +479,46 @@ def test_nothing_heavy_is_imported():
 def test_errors_of_zclip(kwargs, message):
     with pytest.raises(ValueError, match=message):
         zclip(**kwargs)
+
+
+def test_the_state_of_another_chain_is_a_clear_error():
+    tx = optax.chain(zclip(), optax.sgd(1.0))
+    old = optax.chain(optax.clip(1.0), optax.sgd(1.0)).init(jnp.zeros(1))
+    with pytest.raises(ValueError, match="must be a ClipState, got a EmptyState"):
+        tx.update(jnp.ones(1), old)
+
+
+def rule_of(threshold=1.0, fired=False, init=lambda: jnp.zeros(())):
+    return Rule(
+        init=init,
+        update=lambda norm, state, **_: (Decision(threshold=threshold, z_score=0.0, fired=fired), state),
+    )
+
+
+def test_odd_answers_of_a_rule():
+    """A negative threshold cannot turn gradients round, and a count is as good as a bool."""
+    grads = jnp.asarray([3.0, 4.0])
+    for rule, norm, fired in ((rule_of(-1.0), 0.0, False), (rule_of(1.0, jnp.int32(2)), 1.0, True)):
+        tx = clip_by_rule(rule)
+        updates, state = tx.update(grads, tx.init(grads))
+        np.testing.assert_allclose(jnp.linalg.norm(updates), norm)
+        assert int(state.num_fired) == fired
+    tx = clip_by_rule(rule_of(jnp.ones(1)))
+    with pytest.raises(ValueError, match=r"must hold scalars, got threshold of shape \(1,\)"):
+        tx.update(grads, tx.init(grads))
+    state = clip_by_rule(rule_of(init=lambda: {"level": 1.0, "seen": 0})).init(grads)
+    assert not any(x.weak_type for x in jax.tree.leaves(state))
+
+
+def test_schedules_get_a_hint():
+    with pytest.raises(ValueError, match=r"z_thresh must be .* wrap the factory in optax.inject_hyperparams"):
+        zclip(z_thresh=optax.constant_schedule(2.5))
+
+
+def test_huge_prior_norms_count_as_overflows():
+    state = zclip(prior_norms=[1e20, 1.0] * 20).init(None)
+    assert int(state.rule_state.num_norms) == 20
+    np.testing.assert_allclose(state.rule_state.mean, 1.0)
 
 
 def test_a_factory_is_no_rule():

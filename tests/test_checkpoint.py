@@ -3,6 +3,7 @@
 import functools
 
 import flax.serialization
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 
-from zclip_jax import metrics, zclip
+from zclip_jax import Decision, Rule, clip_by_rule, metrics, zclip
 
 NORMS = np.random.default_rng(0).lognormal(0.0, 0.4, 60).astype(np.float32)
 PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(())}
@@ -88,6 +89,29 @@ def test_restored_state_has_the_same_types(through, tmp_path):
     assert_same(chosen, state)
 
 
+def test_msgpack_of_another_chain_is_a_clear_error(tmp_path):
+    plain, robust = optimizer().init(PARAMS), optimizer(robust_warmup=True).init(PARAMS)
+    with pytest.raises(ValueError, match=r"saved state of ZScoreState .* lacks \['warmup_norms'\]"):
+        through_msgpack(plain, robust, tmp_path)
+    with pytest.raises(ValueError, match=r"saved state of ClipState .* lacks \['last'"):
+        through_msgpack(optax.chain(optax.clip(1.0), optax.adamw(1e-2)).init(PARAMS), plain, tmp_path)
+
+
+def test_flax_keeps_its_own_serialization_of_foreign_states():
+    @flax.struct.dataclass
+    class State:
+        level: jax.Array
+        function: object = flax.struct.field(pytree_node=False, default=None)
+
+    def update(norm, state, **extra_args):
+        return Decision(threshold=norm, z_score=0.0, fired=False), state
+
+    state = State(jnp.zeros(()), jnp.sin)
+    before = flax.serialization.to_bytes(state)
+    clip_by_rule(Rule(init=lambda: state, update=update)).init(PARAMS)
+    assert flax.serialization.to_bytes(state) == before
+
+
 def test_train_state():
     tx = optimizer()
     state = TrainState.create(apply_fn=lambda p, x: x, params=PARAMS, tx=tx)
@@ -112,7 +136,7 @@ def test_nnx_optimizer():
     model = Linear()
     opt = nnx.Optimizer(model, optimizer(), wrt=nnx.Param)
     inside = nnx_step(model, opt, jnp.ones((1, 2)))
-    for state in (opt, opt.opt_state):
+    for state in (opt, opt.opt_state, nnx.state(opt), nnx.to_pure_dict(nnx.state(opt))):
         logged = metrics(state)
         assert logged.keys() == inside.keys()
         for key, x in logged.items():

@@ -18,7 +18,7 @@ ALLOWED = {
     "_metrics": ({"_rule", "_clip"}, {"jax"}),
     "__init__": ({"_rule", "_clip", "_metrics", "rules"}, set()),
 }
-STANDARD = {"collections", "dataclasses", "sys", "typing"}
+STANDARD = {"collections", "contextlib", "dataclasses", "sys", "typing"}
 
 
 def part(path):

@@ -1,6 +1,7 @@
 """`metrics` out of every nesting that optax offers."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -114,3 +115,17 @@ def test_a_fresh_state_reads_as_zeros():
     assert float(logged["zclip/threshold"]) == np.inf
     rest = set(logged) - {"zclip/clip_scale", "zclip/threshold"}
     assert not any(float(logged[key]) for key in rest)
+
+
+def test_several_in_one_object():
+    """A state that holds a second optimizer state beside `opt_state` is searched whole."""
+
+    class Both(NamedTuple):
+        opt_state: tuple
+        critic_opt_state: tuple
+
+    both = Both(zclip().init(PARAMS), optax.chain(zclip(), optax.sgd(1.0)).init(PARAMS))
+    assert {key.rpartition("/")[0] for key in metrics(both)} == {
+        "zclip/opt_state",
+        "zclip/critic_opt_state/0",
+    }

@@ -28,7 +28,7 @@ class ClipState:
       num_bound: int32, steps that the rule scaled down.
       num_capped: int32, steps that the cap scaled down further.
       num_nonfinite: int32, steps whose norm was NaN or infinite.
-      spike_run: int32, consecutive spikes up to now; a non-finite step neither adds to nor ends a run.
+      spike_run: int32, consecutive spikes up to now; a non-finite or zero norm neither extends nor ends it.
       longest_spike_run: int32, the longest such run so far.
     """
 
@@ -65,7 +65,8 @@ def clip_by_rule(
       nonfinite: what a NaN or infinite norm does to the updates: `"zero"` them, or `"propagate"` them as
         they are. The statistics stay untouched and the step is counted either way. Gradients so large that
         their squares overflow float32 (a norm above 1.8e19) count as non-finite.
-      observe_only: run and count everything, but return all updates as they came.
+      observe_only: run and count everything, but return all updates as they came. The metrics say what would
+        have been done.
 
     Returns:
       An `optax.GradientTransformationExtraArgs` with a `ClipState`. Passes `value=` and other extra
@@ -93,7 +94,8 @@ def clip_by_rule(
 
     def init(params: PyTree) -> PyTree:
         del params
-        rule_state = rule.init()
+        # Strongly typed arrays, so that no update can change a type.
+        rule_state = jax.tree.map(lambda x: jnp.asarray(x, jax.dtypes.result_type(x)), rule.init())
         if prior_norms is not None:
             rule_state, _ = jax.lax.scan(
                 lambda state, norm: decide(rule, norm, state)[::-1],
@@ -117,6 +119,11 @@ def clip_by_rule(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         del params
+        if not isinstance(state, ClipState):
+            raise ValueError(
+                f"the state of this transformation must be a ClipState, got a {type(state).__name__}: was "
+                "the optimizer state made by another chain?"
+            )
         norm = global_norm(updates, axis_name)
         outcome, rule_state = decide(rule, norm, state.rule_state, **extra_args)
         if not observe_only:
@@ -237,21 +244,21 @@ def _scale(x, outcome, nonfinite):
     x = jnp.asarray(x)
     # Multiplying in float32 keeps the scale's digits for bf16 and its range for fp16; XLA fuses the casts.
     dtype = accumulator_dtype(x)
-    scale = outcome.clip_scale.astype(dtype)
+    scale = jnp.where(outcome.nonfinite, 1.0, outcome.clip_scale).astype(dtype)
     if jnp.iscomplexobj(x):
         scaled = jax.lax.complex(x.real * scale, x.imag * scale)
     else:
         scaled = (x.astype(dtype) * scale).astype(x.dtype)
-    # Selection, since NaN * 0 is NaN.
+    # Selection, since NaN * 0 and inf * 0 are NaN.
     return jnp.where(outcome.nonfinite, jnp.zeros_like(x) if nonfinite == "zero" else x, scaled)
 
 
 def _count(state, outcome, rule_state):
-    spike_run = jnp.where(outcome.fired, state.spike_run + 1, 0)
-    spike_run = jnp.where(outcome.nonfinite, state.spike_run, spike_run)
+    absorbed = ~outcome.nonfinite & (outcome.grad_norm > 0)
+    spike_run = jnp.where(absorbed, jnp.where(outcome.fired, state.spike_run + 1, 0), state.spike_run)
     return ClipState(
         rule_state=rule_state,
-        last=outcome,
+        last=jax.tree.map(lambda new, old: new.astype(old.dtype), outcome, state.last),
         num_steps=state.num_steps + 1,
         num_fired=state.num_fired + outcome.fired.astype(jnp.int32),
         num_bound=state.num_bound + outcome.bound.astype(jnp.int32),

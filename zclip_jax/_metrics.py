@@ -1,6 +1,7 @@
 """`metrics`: the numbers of every clip state inside an optimizer state."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 from zclip_jax._clip import TOTALS, ClipState
 from zclip_jax._rule import Outcome
 
+FIELDS = {field.name for field in dataclasses.fields(ClipState)}
 OUTCOME = tuple(field.name for field in dataclasses.fields(Outcome))
 RATES = ("fired", "bound", "capped")
 
@@ -21,7 +23,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     Args:
       opt_state: an optimizer state that holds one clip state or several, at any depth (`optax.chain`,
         `named_chain`, `partition`, `MultiSteps`, `inject_hyperparams`, `masked`, …), or an object that
-        holds such a state: a flax `TrainState`, an `nnx.Optimizer`, or its `opt_state`.
+        holds such a state: a flax `TrainState`, an `nnx.Optimizer`, its `opt_state` or its `nnx.state`.
 
     Returns:
       Scalars under `"zclip/<name>"`: the fields of `Outcome` (`grad_norm` is the norm *before* clipping),
@@ -43,12 +45,8 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       >>> float(logged["zclip/fired_rate"]), float(logged["zclip/capped_rate"])
       (0.0, 1.0)
     """
-    tree = getattr(opt_state, "opt_state", opt_state)
-    found = [
-        (path, node)
-        for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_clip_state)
-        if _is_clip_state(node)
-    ]
+    # An optimizer that is no pytree, such as the nnx.Optimizer of older flax, holds its state as `opt_state`.
+    found = _clip_states(opt_state) or _clip_states(getattr(opt_state, "opt_state", None))
     if not found:
         raise ValueError(
             f"no clip state in this {type(opt_state).__name__}: put zclip() or clip_by_rule(...) into the "
@@ -59,8 +57,14 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     return {key: x for path, node in found for key, x in _read(node, f"zclip/{_path_name(path)}").items()}
 
 
+def _clip_states(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_clip_state)
+    return [(path, node) for path, node in leaves if _is_clip_state(node)]
+
+
 def _is_clip_state(node):
-    return isinstance(node, ClipState)
+    # A ClipState is a mapping of its fields, and so is what `nnx.state` makes of one.
+    return isinstance(node, Mapping) and set(node) >= FIELDS
 
 
 def _path_name(path):
@@ -68,8 +72,8 @@ def _path_name(path):
 
 
 def _read(state, prefix):
-    values = {name: getattr(state.last, name) for name in OUTCOME}
-    values |= {name: getattr(state, name) for name in TOTALS}
+    values = {name: state["last"][name] for name in OUTCOME}
+    values |= {name: state[name] for name in TOTALS}
     # An nnx.Optimizer wraps each array into a variable, itself a pytree of one leaf.
     values = {name: jax.tree.leaves(x)[0] for name, x in values.items()}
     steps = jnp.maximum(values["num_steps"], 1)

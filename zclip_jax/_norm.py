@@ -33,7 +33,9 @@ def global_norm(tree: PyTree, axis_name: str | tuple[str, ...] | None = None) ->
     total = sum((s.astype(widest) for s in sums), jnp.zeros((), widest))
     if axis_name is not None:
         total = jax.lax.psum(total, axis_name)
-    return jnp.sqrt(total)
+    # With derivative 0 at 0, where the root has none.
+    zero = total == 0
+    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, total)))
 
 
 def _square_sum(x: jax.typing.ArrayLike) -> FloatScalar:

@@ -1,5 +1,6 @@
 """A rule looks at one gradient norm and says what norm is allowed; `decide` turns that into a scale."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -42,13 +43,13 @@ class Outcome:
       grad_norm: the norm before clipping; `nan` or `inf` on a non-finite step.
       threshold: the norm allowed; `inf` where there was no limit, and on a non-finite step.
       z_score: the rule's z-score; 0 where it has none.
-      clip_scale: what the gradients are multiplied by, in [0, 1]; 0 on a non-finite step.
+      clip_scale: what the decision multiplies the gradients by, in [0, 1]; 0 on a non-finite step.
       mean: the mean the norm was judged against.
       std: the standard deviation the norm was judged against.
       fired: the rule called the step a spike.
       bound: the rule scaled the gradients down.
       capped: the cap of `rules.at_most` scaled them down further.
-      nonfinite: the norm was NaN or infinite.
+      nonfinite: the norm was NaN or infinite, or its square would be.
     """
 
     grad_norm: FloatScalar
@@ -111,11 +112,15 @@ def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Out
       (0.25, True)
     """
     norm = as_float(norm)
-    finite = jnp.isfinite(norm)
-    decision, new_state = rule.update(norm, state, **extra_args)
+    # A norm whose square overflows is an overflow that a wider accumulator has hidden.
+    finite = jnp.isfinite(jnp.square(norm))
+    # The rule never sees a bad number, so that none can come back through a derivative either.
+    decision, new_state = rule.update(jnp.where(finite, norm, 1.0), state, **extra_args)
+    _check_scalars(decision)
 
-    threshold = as_float(decision.threshold)
+    threshold = jnp.maximum(as_float(decision.threshold), 0.0)
     uncapped = threshold if decision.uncapped is None else as_float(decision.uncapped)
+    fired = jnp.asarray(decision.fired, bool)
     scaled = finite & (norm > threshold)
     # Divides 1 by 1 where nothing is scaled, so that 0/0 and inf/inf never arise.
     clip_scale = jnp.where(scaled, threshold, 1.0) / jnp.where(scaled, norm, 1.0)
@@ -127,7 +132,7 @@ def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Out
         clip_scale=jnp.where(finite, clip_scale, 0.0),
         mean=as_float(decision.mean),
         std=as_float(decision.std),
-        fired=finite & decision.fired,
+        fired=finite & fired,
         bound=finite & (norm > uncapped),
         capped=scaled & (threshold < uncapped),
         nonfinite=~finite,
@@ -138,6 +143,21 @@ def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Out
         lambda new, old: jnp.where(absorbed, jnp.asarray(new, old.dtype), old), new_state, state
     )
     return outcome, state
+
+
+def _check_scalars(decision: Decision) -> None:
+    for field in dataclasses.fields(decision):
+        value = getattr(decision, field.name)
+        if value is not None and jnp.shape(value) != ():
+            raise ValueError(
+                f"a rule's decision must hold scalars, got {field.name} of shape {jnp.shape(value)}"
+            )
+
+
+def safe_sqrt(x: jax.Array) -> jax.Array:
+    """The square root of `x` >= 0, with derivative 0 instead of infinity at 0."""
+    zero = x == 0
+    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, x)))
 
 
 def as_float(x: Any) -> jax.Array:
@@ -152,7 +172,8 @@ def check_number(name: str, value: Any, accepted: str, ok: Callable[[Any], bool]
     number = np.asarray(value)
     real = jnp.issubdtype(number.dtype, jnp.integer) or jnp.issubdtype(number.dtype, jnp.floating)
     if not (real and number.ndim == 0 and ok(number)):
-        raise ValueError(f"{name} must be {accepted}, got {value!r}")
+        hint = "; for a schedule wrap the factory in optax.inject_hyperparams" if callable(value) else ""
+        raise ValueError(f"{name} must be {accepted}, got {value!r}{hint}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zclip_jax._rule import Decision, Rule, check_number
+from zclip_jax._rule import Decision, Rule, as_float, check_number
 
 
 def fixed(max_norm: Any) -> Rule:
@@ -36,6 +36,7 @@ def fixed(max_norm: Any) -> Rule:
 
     def update(norm, state, **extra_args):
         del extra_args
-        return Decision(threshold=max_norm, z_score=0.0, fired=norm > max_norm), state
+        threshold = as_float(max_norm)
+        return Decision(threshold=threshold, z_score=0.0, fired=norm > threshold), state
 
     return Rule(init=lambda: (), update=update)

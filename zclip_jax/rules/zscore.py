@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_choice, check_number
+from zclip_jax._rule import Decision, Rule, as_float, check_choice, check_number, safe_sqrt
 from zclip_jax._typing import Floats, FloatScalar, IntScalar, dataclass
 
 STRATEGIES = ("reciprocal", "max", "mean")
@@ -134,9 +134,9 @@ def zscore(
 
     def update(norm, state, **extra_args):
         del extra_args
-        warming = state.num_norms < warmup_steps
+        warming = state.num_norms < jnp.asarray(warmup_steps, jnp.int32)
         mean, z_max = as_float(state.mean), as_float(z_thresh)
-        std = jnp.maximum(jnp.sqrt(as_float(state.var)), as_float(min_rel_std) * mean)
+        std = jnp.maximum(safe_sqrt(as_float(state.var)), as_float(min_rel_std) * mean)
         z = (norm - mean) / (std + as_float(eps))
 
         limit = mean + z_max * std
@@ -156,7 +156,7 @@ def zscore(
             mean=mean,
             std=std,
         )
-        as_is = ~fired if patience is None else ~fired | (spike_run > patience)
+        as_is = ~fired if patience is None else ~fired | (spike_run > jnp.asarray(patience, jnp.int32))
         collected = collect(norm, state)
         absorbed = absorb_into_ema(norm, limit, as_is, state)
         state = jax.tree.map(lambda a, b: jnp.where(warming, a, b), collected, absorbed)
