@@ -1,0 +1,400 @@
+r"""Pre-trains a LLaMA with ZClip: config, optimizer, jitted step, checkpoints, loop.
+
+    python examples/llama/train.py                                     # minutes on a CPU
+    python examples/llama/train.py --run-dir runs/noise --spike-steps 150 250
+    python examples/llama/train.py --run-dir runs/fixed --spike-steps 150 250 --clip fixed
+    python examples/llama/train.py --preset llama-130m --data 'text/*.jsonl' --vocab-size 32000 \
+        --batch-size 256 --accumulate 4 --steps 20000 --warmup 500 --mesh data=2,fsdp=4
+
+Everything is kept in the run folder: `config.yaml` (give it to --config), `metrics.jsonl`,
+`tensorboard/`, `checkpoints/` and, at the end, `plot.png`. The same command continues a run that
+was stopped, killed or preempted: its later steps are the same bit for bit.
+"""
+
+import contextlib
+import dataclasses
+import math
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from zclip_jax import clip_by_rule, metrics, rules, zclip
+
+from data import Corpus, DataConfig, load_corpus, train_iterator, val_batches
+from flags import check_same_run, parse_flags, to_flags
+from model import PRESETS, Llama, LlamaConfig, loss_fn, num_params, shard
+from report import Report, StopRequest, delete_run, first_line
+
+AXES = ("data", "fsdp", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelOptions:
+    """Architecture: a preset, and sizes to override. The vocabulary is the corpus's."""
+
+    # Sizes to start from.
+    preset: Literal["tiny", "llama-130m", "llama-1b", "llama-7b", "llama-70b"] = "tiny"
+    context: int | None = None  # Tokens the model sees at once.
+    hidden_size: int | None = None  # Width of the residual stream.
+    ffn_size: int | None = None  # Width inside the feed-forward blocks.
+    num_layers: int | None = None  # Number of blocks.
+    num_heads: int | None = None  # Query heads.
+    num_kv_heads: int | None = None  # Key and value heads.
+    # What matrices are multiplied in; parameters stay float32.
+    dtype: Literal["float32", "bfloat16"] | None = None
+    remat: bool | None = None  # Recompute activations in the backward pass, to save memory.
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipOptions:
+    """Gradient clipping."""
+
+    # Adaptive, at a fixed norm, or none: then zclip only watches.
+    clip: Literal["zclip", "fixed", "none"] = "zclip"
+    max_grad_norm: float | None = 1.0  # Norm of fixed; for zclip a cap on top, which None removes.
+    z_thresh: float = 2.5  # Z-score above which a step is a spike.
+    alpha: float = 0.97  # Decay of the norm's mean and variance.
+    clip_warmup: int = 25  # Norms to collect before a step can be a spike.
+    strategy: Literal["reciprocal", "max", "mean"] = "reciprocal"  # Norm allowed on a spike.
+    clip_factor: float = 1.0  # Scales the norm that reciprocal allows.
+    absorb: Literal["clipped", "none", "raw"] = "clipped"  # What enters the statistics on a spike.
+    patience: int | None = 25  # Consecutive spikes after which a new level is learned; None for never.
+    robust_warmup: bool = False  # End the warm-up with median and MAD.
+    min_rel_std: float = 0.0  # Least standard deviation, as a multiple of the mean.
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Training."""
+
+    # YAML or JSON file of flags, such as a run's config.yaml; flags given as well win.
+    config: str | None = None
+    run_dir: str = "runs/llama-tiny"  # Folder for all output; a checkpoint in it is continued from.
+    fresh: bool = False  # Delete what an earlier run left in the run folder, and start over.
+    steps: int = 400  # Optimizer updates.
+    batch_size: int = 16  # Windows in each update, over all devices.
+    accumulate: int = 1  # Passes into which each batch is split, to save memory.
+    lr: float = 3e-3  # Peak learning rate; a cosine ends at a tenth of it.
+    warmup: int = 40  # Steps over which the learning rate rises.
+    weight_decay: float = 0.01  # Weight decay of AdamW.
+    seed: int = 0  # Of the initial parameters and the order of the data.
+    # Steps whose batch is replaced by random tokens, to see clipping at work.
+    spike_steps: tuple[int, ...] = ()
+    mesh: str = ""  # Devices by axis, as in data=2,fsdp=2,tensor=2; all on fsdp unless given.
+    eval_every: int = 100  # Steps between measurements of the held-out loss.
+    eval_batches: int = 16  # Batches each of them reads at most.
+    save_every: int = 100  # Steps between checkpoints.
+    keep: int = 2  # Checkpoints to keep.
+    log_every: int = 20  # Steps between lines where output is no terminal; 0 for none.
+
+    model: ModelOptions = ModelOptions()
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    clip: ClipOptions = ClipOptions()
+
+    def __post_init__(self) -> None:
+        least = dict.fromkeys(
+            ("steps", "batch_size", "accumulate", "keep", "eval_every", "eval_batches", "save_every"), 1
+        )
+        for name, low in (least | {"warmup": 0}).items():
+            if getattr(self, name) < low:
+                raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be positive, got {self.lr}")
+
+
+# What may differ when a run is continued. Devices and passes change no more than rounding.
+FREE = {"run_dir", "mesh", "accumulate", "remat", "eval_every", "eval_batches"}
+FREE |= {"save_every", "keep", "log_every"}
+
+
+def model_config(options: ModelOptions, vocab_size: int) -> LlamaConfig:
+    sizes = {name: value for name, value in vars(options).items() if value is not None}
+    preset = PRESETS[sizes.pop("preset")]
+    # Rounded up, so that the vocabulary can be split over the devices.
+    return dataclasses.replace(preset, vocab_size=-(-vocab_size // 64) * 64, **sizes)
+
+
+def make_mesh(spec: str) -> Mesh:
+    sizes = {"fsdp": jax.device_count()} if not spec else {}
+    for part in spec.split(",") if spec else ():
+        axis, _, size = part.strip().partition("=")
+        if axis not in AXES or axis in sizes or not size.isdecimal() or int(size) < 1:
+            raise ValueError(f"mesh {spec!r} is not like data=2,fsdp=2,tensor=2")
+        sizes[axis] = int(size)
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    needed, found = math.prod(shape), jax.device_count()
+    if needed > found or (needed < found and jax.process_count() > 1):
+        raise ValueError(f"mesh {spec!r} needs {needed} devices, there are {found}")
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(shape, AXES, axis_types=types, devices=jax.devices()[:needed])
+
+
+def make_clipper(options: ClipOptions) -> optax.GradientTransformationExtraArgs:
+    if options.clip == "fixed":
+        if options.max_grad_norm is None:
+            raise ValueError("clip=fixed needs max_grad_norm")
+        return clip_by_rule(rules.fixed(options.max_grad_norm))
+    return zclip(
+        alpha=options.alpha,
+        z_thresh=options.z_thresh,
+        max_grad_norm=options.max_grad_norm if options.clip == "zclip" else None,
+        warmup_steps=options.clip_warmup,
+        clip_factor=options.clip_factor,
+        strategy=options.strategy,
+        absorb=options.absorb,
+        patience=options.patience,
+        robust_warmup=options.robust_warmup,
+        min_rel_std=options.min_rel_std,
+        observe_only=options.clip == "none",
+    )
+
+
+State = dict[str, nnx.State]
+Scalars = dict[str, Any]  # of arrays without axes
+
+
+@dataclasses.dataclass
+class Program:
+    """The initial state, and the jitted functions of a state and int32 tokens [B, T + 1]."""
+
+    state: State
+    train_step: Callable[[State, jax.Array], tuple[State, Scalars]]  # consumes the old state
+    eval_step: Callable[[State, jax.Array], jax.Array]
+
+
+def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    schedule = optax.warmup_cosine_decay_schedule(
+        init_value=config.lr / max(config.warmup, 1),
+        peak_value=config.lr,
+        warmup_steps=config.warmup,
+        decay_steps=max(config.steps, config.warmup + 1),
+        end_value=config.lr / 10,
+    )
+    tx = optax.chain(
+        make_clipper(config.clip),
+        optax.adamw(schedule, b1=0.9, b2=0.999, eps=1e-7, weight_decay=config.weight_decay),
+    )
+    return tx, schedule
+
+
+def make_program(config: Config, llama: LlamaConfig) -> Program:
+    """Needs a current mesh."""
+    tx, schedule = make_optimizer(config)
+
+    def build() -> tuple[Llama, nnx.Optimizer[Llama]]:
+        model = Llama(llama, rngs=nnx.Rngs(config.seed))
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        shard(optimizer)
+        return model, optimizer
+
+    def to_state(model: Llama, optimizer: nnx.Optimizer[Llama]) -> State:
+        return {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+
+    model_def, optimizer_def = map(nnx.graphdef, nnx.eval_shape(build))
+
+    @jax.value_and_grad
+    def loss_and_grads(params: nnx.State, tokens: jax.Array) -> jax.Array:
+        return loss_fn(nnx.merge(model_def, params), tokens)
+
+    def accumulated(params: nnx.State, tokens: jax.Array) -> tuple[jax.Array, nnx.State]:
+        """The mean loss of int32 [B, T + 1] and its gradients, in several passes."""
+        if config.accumulate == 1:
+            return loss_and_grads(params, tokens)
+
+        def add(total: Any, tokens: jax.Array) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, total, loss_and_grads(params, tokens)), None
+
+        # Every accumulate-th row, so that each pass is spread over all devices.
+        passes = tokens.reshape(-1, config.accumulate, tokens.shape[1]).swapaxes(0, 1)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        total, _ = jax.lax.scan(add, (jnp.zeros(()), zeros), passes)
+        return jax.tree.map(lambda x: x / config.accumulate, total)
+
+    def train_step(state: State, tokens: jax.Array) -> tuple[State, Scalars]:
+        model = nnx.merge(model_def, state["model"])
+        optimizer = nnx.merge(optimizer_def, state["optimizer"])
+        loss, grads = accumulated(state["model"], tokens)
+        optimizer.update(model, grads, value=loss)
+        scalars = metrics(optimizer)
+        scalars |= {"loss": loss, "lr": schedule(scalars["zclip/num_steps"] - 1)}
+        return to_state(model, optimizer), scalars
+
+    state = jax.jit(lambda: to_state(*build()))()
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    return Program(
+        state=state,
+        train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None)),
+        eval_step=jax.jit(lambda state, tokens: loss_fn(nnx.merge(model_def, state["model"]), tokens)),
+    )
+
+
+def restore(checkpoints: ocp.CheckpointManager, step: int, **items: Any) -> Any:
+    try:
+        return checkpoints.restore(step, args=ocp.args.Composite(**items))
+    except Exception as error:  # whatever else a folder holds, Orbax says it in many ways
+        folder = checkpoints.directory / str(step)
+        raise ValueError(f"cannot read {folder}: {first_line(error)}") from error
+
+
+def noise(shape: tuple[int, ...], vocab_size: int, seed: int, step: int) -> np.ndarray:
+    """A batch that no text is like, the same each time that a step is run."""
+    rng = np.random.default_rng([seed, step, jax.process_index()])
+    return rng.integers(vocab_size, size=shape, dtype=np.int32)
+
+
+@dataclasses.dataclass
+class Run:
+    """A run about to start or to continue after `step` updates."""
+
+    step: int
+    mesh: Mesh
+    corpus: Corpus
+    program: Program
+    batches: Any  # of the rows that this process owns, int32 [b, T + 1]; never ends
+    held_out: list[jax.Array]  # int32 [b, T + 1] each
+    checkpoints: ocp.CheckpointManager
+    identity: dict[str, Any]
+
+
+def prepare(config: Config, stack: contextlib.ExitStack) -> Run:
+    """Raises ValueError or OSError where the run cannot start; `stack` closes the checkpoints."""
+    run_dir, mesh = Path(config.run_dir), make_mesh(config.mesh)
+    ways = mesh.shape["data"] * mesh.shape["fsdp"]
+    if config.batch_size % (config.accumulate * ways):
+        raise ValueError(
+            f"batch_size {config.batch_size} does not divide into {config.accumulate} passes "
+            f"over {ways} devices (data x fsdp)"
+        )
+    make_optimizer(config)  # complains of bad settings before the run folder is touched
+    context = model_config(config.model, vocab_size=256).context
+    if config.fresh and jax.process_index() == 0:
+        delete_run(run_dir)
+    corpus = load_corpus(config.data, context=context, cache_dir=run_dir)
+    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    batches = train_iterator(corpus, batch_size=config.batch_size, seed=config.seed, **process)
+    checkpoints = ocp.CheckpointManager(
+        (run_dir / "checkpoints").absolute(),
+        options=ocp.CheckpointManagerOptions(
+            preservation_policy=ocp.checkpoint_managers.LatestN(config.keep),
+            cleanup_tmp_directories=True,
+        ),
+    )
+    stack.callback(checkpoints.close)
+    identity = to_flags(config) | {"corpus": corpus.name}
+    step = checkpoints.latest_step() or 0
+    if step:
+        saved = restore(checkpoints, step, config=ocp.args.JsonRestore())
+        check_same_run(saved["config"], identity, FREE, config.run_dir)
+    with jax.set_mesh(mesh):
+        program = make_program(config, model_config(config.model, corpus.vocab_size))
+    if step:
+        # The state goes to the devices of the one that it replaces, whatever mesh saved it.
+        like = ocp.args.StandardRestore(program.state)
+        saved = restore(checkpoints, step, state=like, batches=ocp.args.JsonRestore())
+        program.state = saved["state"]
+        batches.set_state(saved["batches"])
+
+    # As many windows at a time as in a training pass. Every process holds these few tokens whole.
+    replicated, passes = NamedSharding(mesh, PartitionSpec()), config.accumulate
+    sizes = {
+        "batch_size": config.batch_size // passes,
+        "max_batches": config.eval_batches * passes,
+    }
+    held_out = [
+        jax.make_array_from_process_local_data(replicated, rows) for rows in val_batches(corpus, **sizes)
+    ]
+    return Run(step, mesh, corpus, program, batches, held_out, checkpoints, identity)
+
+
+def save(run: Run, step: int, state: State) -> None:
+    """Returns once the state is copied; it is written while training goes on."""
+    run.checkpoints.save(
+        step,
+        args=ocp.args.Composite(
+            state=ocp.args.StandardSave(state),
+            batches=ocp.args.JsonSave(run.batches.get_state()),
+            config=ocp.args.JsonSave(run.identity),
+        ),
+    )
+
+
+def train(config: Config, run: Run, report: Report | None) -> int | None:
+    """Trains to the end, or to the step after which a signal asks to stop; returns the signal."""
+    split = NamedSharding(run.mesh, PartitionSpec(("data", "fsdp")))
+    state, step = run.program.state, run.step
+    run.program.state = {}  # the first step consumes its buffers
+    pending: tuple[int, Scalars] | None = None
+
+    def log_pending() -> None:
+        if report and pending:
+            report.log(*pending)
+
+    with jax.set_mesh(run.mesh), StopRequest() as stop:
+        while step < config.steps:
+            step += 1  # counts from 1: a checkpoint of step n holds n updates
+            rows = next(run.batches)
+            if step in config.spike_steps:
+                rows = noise(rows.shape, run.corpus.vocab_size, config.seed, step)
+            tokens = jax.make_array_from_process_local_data(split, rows)
+            state, scalars = run.program.train_step(state, tokens)
+            if step % config.eval_every == 0 or step == config.steps:
+                losses = [run.program.eval_step(state, rows) for rows in run.held_out]
+                scalars["val_loss"] = jnp.mean(jnp.stack(losses))
+            # Reading scalars waits for them, so it is the previous step's, while this one runs.
+            log_pending()
+            pending = step, scalars
+            last = step == config.steps or stop.signal is not None
+            if last or step % config.save_every == 0:
+                # Ahead of the checkpoint, so that a run continued from that has all rows before it.
+                log_pending()
+                pending = None
+                save(run, step, state)
+            if last:
+                break
+        run.checkpoints.wait_until_finished()
+    return stop.signal if step < config.steps else None
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit status."""
+    with contextlib.ExitStack() as stack:
+        try:
+            config = parse_flags(Config(), sys.argv[1:] if argv is None else argv, __doc__)
+            run = prepare(config, stack)
+        except (ValueError, OSError) as error:
+            print(f"train.py: {first_line(error)}", file=sys.stderr)
+            return 2
+        if jax.process_index() > 0:
+            stopped_by = train(config, run, None)
+            return 128 + stopped_by if stopped_by else 0
+
+        corpus, run_dir = run.corpus, Path(config.run_dir)
+        mesh = ", ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
+        print(f"corpus    {corpus.name}")
+        print(f"model     {num_params(run.program.state['model']) / 1e6:.2f}M parameters on {mesh}")
+        tokens_per_step = config.batch_size * (corpus.train.shape[1] - 1)
+        with Report(run_dir, to_flags(config), run.step, tokens_per_step) as report:
+            stopped_by = train(config, run, report)
+        if stopped_by:
+            command = shlex.join(["python", sys.argv[0], "--config", str(run_dir / "config.yaml")])
+            print(f"stopped; to continue: {command}")
+            return 128 + stopped_by
+        report.summary(corpus.name, corpus.unigram_entropy, corpus.bytes_per_token)
+        return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:  # outside of the training, which saves first
+        sys.exit(130)
