@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import orbax.checkpoint as ocp
+import pyarrow
 import pytest
+import tokenizers
+from pyarrow import parquet
 
-pytest.importorskip("grain")
-ocp = pytest.importorskip("orbax.checkpoint")
 data = importlib.import_module("data")
 
 CONTEXT = 7
@@ -87,8 +89,6 @@ def test_jsonl_line_without_text(tmp_path, line):
 
 
 def test_parquet(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"id": [1, 2, 3], "text": ["one", None, "three"]})
     parquet.write_table(table, tmp_path / "a.parquet")
     corpus = load(tmp_path, context=1, data=str(tmp_path / "*.parquet"))
@@ -153,7 +153,6 @@ def test_unigram_entropy_counts_every_window():
 
 
 def test_trained_tokenizer_is_kept_and_reused(tmp_path, monkeypatch):
-    tokenizers = pytest.importorskip("tokenizers")
     (tmp_path / "a.txt").write_text(text(0, 300) + " <|endoftext|> é")
     (tmp_path / "b.txt").write_text(text(1, 300))
     config = {"data": str(tmp_path / "?.txt"), "vocab_size": 280}
@@ -181,14 +180,12 @@ def test_trained_tokenizer_is_kept_and_reused(tmp_path, monkeypatch):
 
 
 def test_corpus_too_small_for_the_vocabulary(tmp_path):
-    pytest.importorskip("tokenizers")
     (tmp_path / "a.txt").write_text("abc abc")
     with pytest.raises(ValueError, match=r"tokenizer\.json has 259 tokens, not 1000"):
         load(tmp_path, data=str(tmp_path / "a.txt"), vocab_size=1000)
 
 
 def word_tokenizer(path: Path, *special: str) -> str:
-    tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {word: i for i, word in enumerate([*WORDS, "[UNK]", *special])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -212,7 +209,6 @@ def test_tokenizer_file(tmp_path, separator):
 
 
 def test_tokenizer_file_errors(tmp_path):
-    pytest.importorskip("tokenizers")
     (tmp_path / "a.txt").write_text(text(0, 50))
     pattern = str(tmp_path / "a.txt")
     with pytest.raises(ValueError, match=r"cannot read tokenizer .*missing\.json: "):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("flax")
 PATH = Path(__file__).parents[1] / "examples" / "optax_loop.py"
 
 
