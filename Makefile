@@ -28,7 +28,8 @@ types: $(VENV)/.dev
 
 docs: $(VENV)/.dev
 	$(BIN)/sphinx-build -q -W --keep-going docs docs/_build
-	$(BIN)/python -m pytest -q --doctest-glob="*.md" README.md docs
+	JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 \
+	  $(BIN)/python -m pytest -q --doctest-glob="*.md" README.md docs
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .

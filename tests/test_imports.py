@@ -11,14 +11,14 @@ ROOT = Path(zclip_jax.__file__).parent
 ALLOWED = {
     "_typing": (set(), {"jax", "chex", "jaxtyping", "numpy"}),
     "_rule": ({"_typing"}, {"jax", "numpy"}),
-    "_norm": ({"_typing"}, {"jax"}),
+    "_norm": ({"_typing"}, {"jax", "numpy"}),
     "rules": ({"_typing", "_rule", "rules"}, {"jax"}),
     "_clip": ({"_typing", "_rule", "_norm", "_flax", "rules"}, {"jax", "numpy", "optax"}),
     "_flax": (set(), {"jax"}),
     "_metrics": ({"_rule", "_clip"}, {"jax"}),
     "__init__": ({"_rule", "_clip", "_metrics", "rules"}, set()),
 }
-STANDARD = {"collections", "contextlib", "dataclasses", "sys", "typing"}
+STANDARD = {"collections", "contextlib", "dataclasses", "math", "sys", "typing"}
 
 
 def part(path):

@@ -9,7 +9,7 @@ import optax
 
 from zclip_jax import rules
 from zclip_jax._flax import register_with_flax
-from zclip_jax._norm import accumulator_dtype, global_norm, is_gradient
+from zclip_jax._norm import AxisNames, accumulator_dtype, global_norm, is_gradient
 from zclip_jax._rule import Outcome, Rule, as_float, check_choice, check_number, decide
 from zclip_jax._typing import IntScalar, PyTree, dataclass
 
@@ -47,7 +47,8 @@ def clip_by_rule(
     rule: Rule,
     *,
     prior_norms: Any = None,
-    axis_name: str | tuple[str, ...] | None = None,
+    axis_name: AxisNames = None,
+    split: Any = None,
     nonfinite: str = "zero",
     observe_only: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -60,8 +61,13 @@ def clip_by_rule(
       rule: decides from the global norm; see `zclip_jax.rules`.
       prior_norms: 1-D, norms recorded in an earlier run, oldest first. The rule absorbs them at `init`,
         so that a run starts with warm statistics. They are not counted as steps.
-      axis_name: mapped axes (of `pmap` or `shard_map`) over which every leaf of the updates is split. None
-        where the arrays are whole, or global as under plain `jit`.
+      axis_name: mapped axes over which leaves of the updates are split, where JAX cannot know: in `pmap` and
+        in `shard_map(check_vma=False)`. Nothing is needed under plain `jit`, where arrays are global, nor in
+        a type-checked `shard_map`, where types name the axes.
+      split: which leaves are split over `axis_name`; all of them unless given. A pytree of bools or
+        `PartitionSpec`s like the updates (or a prefix of it), or a function of a leaf's key path that returns
+        one. A spec says over which of the axes. Overrules the types of a checked `shard_map`, for values that
+        are equal though their type varies.
       nonfinite: what a NaN or infinite norm does to the updates: `"zero"` them, or `"propagate"` them as
         they are. The statistics stay untouched and the step is counted either way. Gradients so large that
         their squares overflow float32 (a norm above 1.8e19) count as non-finite.
@@ -87,6 +93,8 @@ def clip_by_rule(
     check_choice("nonfinite", nonfinite, NONFINITE)
     if not isinstance(rule, Rule):
         raise ValueError(f"rule must be a Rule such as rules.zscore(), got {rule!r}")
+    if split is not None and axis_name is None:
+        raise ValueError(f"split needs axis_name, the axes that it speaks of; got split={split!r} alone")
     if prior_norms is not None and np.ndim(prior_norms) != 1:
         raise ValueError(
             f"prior_norms must be one-dimensional, got an array of shape {np.shape(prior_norms)}"
@@ -124,7 +132,7 @@ def clip_by_rule(
                 f"the state of this transformation must be a ClipState, got a {type(state).__name__}: was "
                 "the optimizer state made by another chain?"
             )
-        norm = global_norm(updates, axis_name)
+        norm = global_norm(updates, axis_name, split)
         outcome, rule_state = decide(rule, norm, state.rule_state, **extra_args)
         if not observe_only:
             updates = jax.tree.map(lambda x: _scale(x, outcome, nonfinite), updates)
@@ -147,7 +155,8 @@ def zclip(
     robust_warmup: bool = False,
     min_rel_std: Any = 0.0,
     prior_norms: Any = None,
-    axis_name: str | tuple[str, ...] | None = None,
+    axis_name: AxisNames = None,
+    split: Any = None,
     nonfinite: str = "zero",
     observe_only: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
@@ -173,6 +182,7 @@ def zclip(
       min_rel_std: lower bound of the standard deviation as a multiple of the mean.
       prior_norms: see `clip_by_rule`.
       axis_name: see `clip_by_rule`.
+      split: see `clip_by_rule`.
       nonfinite: see `clip_by_rule`.
       observe_only: see `clip_by_rule`.
 
@@ -217,6 +227,7 @@ def zclip(
         rules.at_most(rule, max_grad_norm),
         prior_norms=prior_norms,
         axis_name=axis_name,
+        split=split,
         nonfinite=nonfinite,
         observe_only=observe_only,
     )

@@ -1,9 +1,21 @@
-"""The one number a rule needs: the global L2 norm of a pytree, accumulated in float32 or wider."""
+"""The one number a rule needs: the global L2 norm, every entry counted once, however the tree is split.
+
+Each leaf has its square sum on each device. Over a mesh axis that splits the leaf these differ and must be
+added; over one that does not they are copies, of which one counts. So a leaf's sum is divided by the sizes
+of the axes that do not split it, and then one `psum` over all axes adds everything up.
+"""
+
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
 from zclip_jax._typing import FloatScalar, PyTree
+
+AxisNames = str | tuple[str, ...] | None
 
 
 def is_gradient(x: jax.typing.ArrayLike) -> bool:
@@ -17,22 +29,50 @@ def accumulator_dtype(x: jax.typing.ArrayLike) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
-def global_norm(tree: PyTree, axis_name: str | tuple[str, ...] | None = None) -> FloatScalar:
+def global_norm(tree: PyTree, axis_name: AxisNames = None, split: Any = None) -> FloatScalar:
     """The L2 norm over all float and complex leaves of `tree`, each entry counted once.
 
     Squares are taken and summed in float32 (float64 for 64-bit leaves), so a norm above 1.8e19 overflows to
     `inf` and one below 1e-22 underflows to 0. Each leaf is read once.
 
+    Under plain `jit` the arrays are global and a sum is all there is to it. Inside `shard_map` the type of a
+    leaf names the mesh axes over which it varies. Where types carry nothing (`pmap`,
+    `shard_map(check_vma=False)`), or not the whole truth (equal values of varying type), the caller says it.
+
     Args:
       tree: the gradients; any shapes, zero-size ones included. A tree without such leaves has norm 0.
-      axis_name: mapped axes (of `pmap` or `shard_map`) over which the leaves are split; their square sums
-        are added with one `jax.lax.psum`.
+      axis_name: mapped axes over which leaves are split.
+      split: which leaves; see `clip_by_rule`.
+
+    Raises:
+      ValueError: an axis is not bound here, `split` does not match `tree`, or a leaf is unreduced.
     """
-    sums = [_square_sum(x) for x in jax.tree.leaves(tree) if is_gradient(x)]
-    widest = max((s.dtype for s in sums), key=lambda dtype: dtype.itemsize, default=jnp.float32)
-    total = sum((s.astype(widest) for s in sums), jnp.zeros((), widest))
-    if axis_name is not None:
-        total = jax.lax.psum(total, axis_name)
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
+    for axis in axes:
+        if not _is_bound(axis):
+            raise ValueError(
+                f"axis_name={axis!r} is no mapped axis here: pass it only where the update runs inside a "
+                "pmap or shard_map over that axis; under plain jit leave axis_name out"
+            )
+    given = _split_axes(split, tree, axes)
+    # One sum for each set of axes, so that nothing below grows with the number of leaves.
+    sums: dict[frozenset[str], jax.Array] = {}
+    for (path, x), over in zip(jax.tree_util.tree_leaves_with_path(tree), given, strict=True):
+        if not is_gradient(x):
+            continue
+        _check_reduced(path, x)
+        over = _varying(x) if over is None else over
+        sums[over] = _add(sums.get(over), _square_sum(x))
+
+    summed_over = frozenset().union(*sums, *map(_varying, sums.values()))
+    total = None
+    for over, square_sum in sums.items():
+        copies = math.prod(jax.lax.axis_size(axis) for axis in summed_over - over)
+        total = _add(total, square_sum / copies)
+    if total is None:
+        return jnp.zeros((), jnp.float32)
+    if summed_over:
+        total = jax.lax.psum(_cast_to_varying(total, summed_over), tuple(sorted(summed_over)))
     # With derivative 0 at 0, where the root has none.
     zero = total == 0
     return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, total)))
@@ -44,3 +84,88 @@ def _square_sum(x: jax.typing.ArrayLike) -> FloatScalar:
     parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
     squares = [jnp.square(part.astype(dtype)) for part in parts]
     return jnp.sum(sum(squares[1:], squares[0]))
+
+
+def _add(a: FloatScalar | None, b: FloatScalar) -> FloatScalar:
+    """The sum in the wider of both dtypes."""
+    if a is None:
+        return b
+    wider = max(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+    return a.astype(wider) + b.astype(wider)
+
+
+def _split_axes(split: Any, tree: PyTree, axes: tuple[str, ...]) -> list[frozenset[str] | None]:
+    """For each leaf of `tree` the axes it is split over, None where its type says so."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(tree)
+    if split is None:
+        types_know = not axes or bool(_varying(jax.lax.axis_index(axes[0])))
+        return [None if types_know else frozenset(axes)] * len(paths)
+    if callable(split):
+        entries = [split(path) for path, _ in paths]
+    else:
+        try:
+            entries = structure.flatten_up_to(jax.tree.broadcast(split, tree, _is_split_entry))
+        except ValueError as error:
+            raise ValueError(
+                f"split does not match the updates: got {jax.tree.structure(split, is_leaf=_is_split_entry)} "
+                f"for {structure}"
+            ) from error
+    return [_entry_axes(entry, path, axes) for entry, (path, _) in zip(entries, paths, strict=True)]
+
+
+def _is_split_entry(x: Any) -> bool:
+    return isinstance(x, bool | np.bool_ | PartitionSpec)
+
+
+def _entry_axes(entry: Any, path: Any, axes: tuple[str, ...]) -> frozenset[str]:
+    if isinstance(entry, bool | np.bool_):
+        return frozenset(axes if entry else ())
+    if not isinstance(entry, PartitionSpec):
+        raise ValueError(
+            f"split must give a bool or a PartitionSpec, got {entry!r} for {jax.tree_util.keystr(path)}"
+        )
+    names = {name for part in entry if part for name in ((part,) if isinstance(part, str) else part)}
+    for name in names - set(axes):
+        # An axis that is not mapped here is none of ours: the arrays are whole over it.
+        if _is_bound(name):
+            raise ValueError(
+                f"split says that {jax.tree_util.keystr(path)} is split over {name!r}, "
+                f"which axis_name={axes} lacks"
+            )
+    return frozenset(names & set(axes))
+
+
+def _is_bound(axis: str) -> bool:
+    try:
+        jax.lax.axis_size(axis)
+    except (NameError, KeyError, AssertionError):  # as JAX's versions and contexts have it
+        return False
+    return True
+
+
+def _varying(x: jax.typing.ArrayLike) -> frozenset[str]:
+    """The mapped axes over which the type of `x` says it varies."""
+    type_ = jax.typeof(x)
+    if hasattr(type_, "manual_axis_type"):  # from JAX 0.10 on
+        return frozenset(type_.manual_axis_type.varying)
+    return frozenset(getattr(type_, "vma", ()))
+
+
+def _cast_to_varying(x: FloatScalar, axes: frozenset[str]) -> FloatScalar:
+    missing = tuple(sorted(axes - _varying(x)))
+    if not missing or not _varying(jax.lax.axis_index(missing[0])):  # there, types carry no axes
+        return x
+    if hasattr(jax.lax, "pcast"):
+        return jax.lax.pcast(x, missing, to="varying")
+    return jax.lax.pvary(x, missing)
+
+
+def _check_reduced(path: Any, x: jax.typing.ArrayLike) -> None:
+    type_ = jax.typeof(x)
+    unreduced = set(getattr(getattr(type_, "manual_axis_type", None), "unreduced", ()))
+    unreduced |= set(getattr(getattr(getattr(type_, "sharding", None), "spec", None), "unreduced", ()))
+    if unreduced:
+        raise ValueError(
+            f"gradient {jax.tree_util.keystr(path)} is unreduced over {sorted(unreduced)}: its shards are "
+            "terms of a sum that is still to be taken. Reduce it (jax.reshard or jax.lax.psum) before clipping"
+        )
