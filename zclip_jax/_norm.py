@@ -166,6 +166,6 @@ def _check_reduced(path: Any, x: jax.typing.ArrayLike) -> None:
     unreduced |= set(getattr(getattr(getattr(type_, "sharding", None), "spec", None), "unreduced", ()))
     if unreduced:
         raise ValueError(
-            f"gradient {jax.tree_util.keystr(path)} is unreduced over {sorted(unreduced)}: its "
-            "shards are terms of a sum that is still to be taken. Reduce it (jax.reshard or jax.lax.psum) before clipping"
+            f"gradient {jax.tree_util.keystr(path)} is unreduced over {sorted(unreduced)}, its shards are "
+            "terms of a sum still to be taken: reduce it (jax.reshard or jax.lax.psum) before clipping"
         )
