@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import optax
 
 from zclip_jax import Rule, rules
 
@@ -28,6 +29,11 @@ TRACES = {
     "heavy tail": np.random.default_rng(6).lognormal(0.0, 0.5, 300),
     "tiny": noisy(1e-6, 300, noise=0.2, seed=7),
 }
+
+
+# Losses that go with the norms, where a rule looks at them.
+LOSSES = 2.0 + 0.1 * np.random.default_rng(9).standard_normal(400)
+LOSSES[[70, 180]] = [3.0, 5.0]
 
 
 def zscore_oracle(
@@ -59,6 +65,24 @@ def zscore_oracle(
     return np.array(allowed)
 
 
+def log_zscore_oracle(norms, space, clip_factor, patience):
+    del space, patience
+    alpha, z_max, mean, var, seen, allowed = 0.97, 2.5, 0.0, 0.0, [], []
+    for x in np.log(norms):
+        if len(seen) < 25:
+            seen.append(x)
+            mean, var = np.mean(seen), np.var(seen)
+            allowed.append(np.inf)
+            continue
+        z = (x - mean) / (np.sqrt(var) + 1e-6)
+        limit = mean + z_max**2 * np.sqrt(var) / z + np.log(clip_factor)
+        u = limit if z > z_max else x
+        mean = alpha * mean + (1 - alpha) * u
+        var = alpha * var + (1 - alpha) * (u - mean) ** 2
+        allowed.append(np.exp(limit) if z > z_max else np.inf)
+    return np.array(allowed)
+
+
 def fixed_oracle(norms, max_norm):
     return np.full(len(norms), max_norm)
 
@@ -68,13 +92,88 @@ def at_most_oracle(norms, rule, max_norm):
     return np.minimum(zscore_oracle(norms), max_norm)
 
 
+def bounded_oracle(norms, rule, low, high):
+    del rule  # the row wraps `zscore()`
+    return np.clip(zscore_oracle(norms), low, high)
+
+
+def loss_aware_oracle(norms, rule, eta=1.0, form="exponential", rise=0.1, factor=0.5):
+    del rule  # the row wraps `fixed(1.0)`
+    losses = LOSSES[: len(norms)]
+    relative = np.append(0.0, np.diff(losses) / losses[:-1])
+    return np.exp(-eta * relative) if form == "exponential" else np.where(relative > rise, factor, 1.0)
+
+
+def ema_oracle(norms, base=1.0, a=1.0, b=0.5, decay=0.99, low=0.1, high=10.0):
+    mean, allowed = None, []
+    for n in norms:
+        threshold = np.inf if mean is None else a * mean + b * base
+        allowed.append(np.clip(threshold, low * base, high * base))
+        mean = n if mean is None else decay * mean + (1 - decay) * n
+    return np.array(allowed)
+
+
+def percentile_oracle(norms, p=10.0, window=1000):
+    return np.array([np.percentile(norms[max(0, i + 1 - window) : i + 1], p) for i in range(len(norms))])
+
+
+def window_oracle(norms, window=100, z_thresh=2.5, warmup_steps=25, strategy="reciprocal", min_rel_std=0.0):
+    allowed = []
+    for i, n in enumerate(norms):
+        past = norms[max(0, i - window) : i]
+        if i < warmup_steps:
+            allowed.append(np.inf)
+            continue
+        mean, std = np.mean(past), max(np.std(past), min_rel_std * np.mean(past))
+        z = (n - mean) / (std + 1e-6)
+        limit = {"reciprocal": mean + z_thresh**2 * std / z, "max": mean + z_thresh * std, "mean": mean}
+        fired = n > limit["max"] if strategy == "max" else z > z_thresh
+        allowed.append(limit[strategy] if fired else np.inf)
+    return np.array(allowed)
+
+
+def sigma_skip_oracle(norms, num_std=6.0, window=128, warmup_steps=64):
+    allowed = []
+    for i, n in enumerate(norms):
+        past = norms[max(0, i - window) : i]
+        limit = np.mean(past) + num_std * np.std(past, ddof=1) if i >= warmup_steps else np.inf
+        allowed.append(limit if n > limit else np.inf)
+    return np.array(allowed)
+
+
+def adagc_oracle(norms, lam=1.05, decay=0.98, warmup_steps=100, warmup_max_norm=1.0):
+    gamma, allowed = np.inf, []
+    for i, n in enumerate(norms):
+        if i < warmup_steps:
+            threshold = warmup_max_norm if n > warmup_max_norm else np.inf
+            gamma = min(gamma, n, threshold)
+        else:
+            threshold = lam * gamma
+            gamma = decay * gamma + (1 - decay) * min(n, threshold)
+        allowed.append(threshold)
+    return np.array(allowed)
+
+
+def gradient_stabilizer_oracle(norms, decay1=0.6, decay2=0.999):
+    m, v, allowed = 0.0, 0.0, []
+    for t, n in enumerate(norms, start=1):
+        m = decay1 * m + (1 - decay1) * n
+        v = decay2 * v + (1 - decay2) * n**2
+        allowed.append(m / (1 - decay1**t) / np.sqrt(v / (1 - decay2**t)))
+    return np.array(allowed)
+
+
 class RuleCase(NamedTuple):
-    """A rule as `make(**kwargs)`, and `oracle(norms, **kwargs)` giving the norm allowed at each step."""
+    """A rule as `make(**kwargs)`, and `oracle(norms, **kwargs)` giving the norm allowed at each step.
+
+    `raises` says that smaller norms are scaled up to it.
+    """
 
     name: str
     make: Callable[..., Rule]
     oracle: Callable[..., np.ndarray]
     kwargs: dict[str, Any] = {}
+    raises: bool = False
 
     def __call__(self):
         return self.make(**self.kwargs)
@@ -98,14 +197,48 @@ ZSCORE_SETTINGS = [
 
 RULES = [
     *(
-        RuleCase(
-            f"zscore-{','.join(map(str, kw.values())) or 'default'}",
-            rules.zscore,
-            zscore_oracle,
-            kw,
-        )
+        RuleCase(f"zscore-{','.join(map(str, kw.values())) or 'default'}", rules.zscore, zscore_oracle, kw)
         for kw in ZSCORE_SETTINGS
+    ),
+    RuleCase(
+        "zscore-log", rules.zscore, log_zscore_oracle, {"space": "log", "clip_factor": 0.9, "patience": None}
     ),
     RuleCase("fixed", rules.fixed, fixed_oracle, {"max_norm": 1.0}),
     RuleCase("at_most", rules.at_most, at_most_oracle, {"rule": rules.zscore(), "max_norm": 0.9}),
+    RuleCase("bounded", rules.bounded, bounded_oracle, {"rule": rules.zscore(), "low": 0.5, "high": 3.0}),
+    RuleCase("loss_aware", rules.loss_aware, loss_aware_oracle, {"rule": rules.fixed(1.0), "eta": 2.0}),
+    RuleCase(
+        "loss_aware-step", rules.loss_aware, loss_aware_oracle, {"rule": rules.fixed(1.0), "form": "step"}
+    ),
+    RuleCase("ema", rules.ema, ema_oracle, {"b": 0.2}),
+    RuleCase("percentile", rules.percentile, percentile_oracle, {"p": 10.0, "window": 50}),
+    RuleCase("window_zscore", rules.window_zscore, window_oracle, {"window": 40}),
+    RuleCase(
+        "window_zscore-max", rules.window_zscore, window_oracle, {"strategy": "max", "min_rel_std": 0.1}
+    ),
+    RuleCase("sigma_skip", rules.sigma_skip, sigma_skip_oracle, {"window": 32, "warmup_steps": 16}),
+    RuleCase("adagc", rules.adagc, adagc_oracle, {"warmup_steps": 30}),
+    RuleCase("gradient_stabilizer", rules.gradient_stabilizer, gradient_stabilizer_oracle, {}, raises=True),
 ]
+
+# Ways in which optax nests a transformation `clip` of the updates {"a": …, "b": …}.
+WRAPPERS = {
+    "alone": lambda clip: clip,
+    "chain": lambda clip: optax.chain(clip, optax.adamw(1e-3)),
+    "chain in chain": lambda clip: optax.chain(optax.chain(optax.identity(), clip), optax.sgd(1.0)),
+    "named_chain": lambda clip: optax.named_chain(("clip", clip), ("adam", optax.adam(1e-3))),
+    "MultiSteps": lambda clip: optax.MultiSteps(optax.chain(clip, optax.sgd(1.0)), 1),
+    "inject_hyperparams": lambda clip: optax.inject_hyperparams(
+        lambda learning_rate: optax.chain(clip, optax.adamw(learning_rate))
+    )(learning_rate=1e-3),
+    "partition": lambda clip: optax.partition(
+        {"all": optax.chain(clip, optax.sgd(1.0))}, {"a": "all", "b": "all"}
+    ),
+    "multi_transform": lambda clip: optax.multi_transform(
+        {"all": clip, "unused": optax.set_to_zero()}, {"a": "all", "b": "all"}
+    ),
+    "masked": lambda clip: optax.masked(clip, {"a": True, "b": True}),
+    "apply_if_finite": lambda clip: optax.apply_if_finite(optax.chain(clip, optax.sgd(1.0)), 3),
+    "with_extra_args_support": optax.with_extra_args_support,
+    "conditionally_transform": lambda clip: optax.conditionally_transform(clip, lambda step, **_: True),
+}

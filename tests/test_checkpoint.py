@@ -1,9 +1,10 @@
-"""The clip state in flax and Orbax: saved, restored, carried on without a difference."""
+"""With flax and Orbax: states saved, restored and carried on without a difference; dynamic loss scales."""
 
 import functools
 
 import flax.serialization
 import flax.struct
+import flax.training.dynamic_scale
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -180,3 +181,32 @@ def test_lower_precision_model_in_nnx(jit):
     state = tx.init(params)
     _, state = jit(functools.partial(tx.update))(params, state, params)
     assert {x.dtype.name for x in jax.tree.leaves(state[0])} == {"float32", "int32", "bool"}
+
+
+def test_dynamic_loss_scale():
+    """float16 gradients under flax's DynamicScale: true norms are seen, overflows are no samples."""
+    tx = optax.chain(zclip(), optax.sgd(0.1))
+    scale = flax.training.dynamic_scale.DynamicScale(scale=jnp.float32(2.0**16), growth_interval=3)
+    params, state = jnp.ones(4, jnp.float32), tx.init(jnp.ones(4))
+    x = jnp.asarray([1.0, 2.0, 3.0, 4.0], jnp.float16)
+
+    def loss(params, factor):
+        return jnp.sum((params.astype(jnp.float16) * x * factor).astype(jnp.float32) ** 2) / 60
+
+    norms, scales = [], set()
+    for i in range(12):
+        factor = jnp.float16(200.0 if i == 8 else 1.0)
+        scale, finite, _, grads = scale.value_and_grad(loss)(params, factor)
+        before = state[0]
+        updates, state = tx.update(grads, state, params)
+        scales.add(float(scale.scale))
+        if finite:
+            norms.append(float(state[0].last.grad_norm))
+        else:
+            jax.tree.map(np.testing.assert_array_equal, state[0].rule_state, before.rule_state)
+            np.testing.assert_array_equal(updates, jnp.zeros(4))
+    assert len(scales) > 1
+    assert 0 < int(state[0].num_nonfinite) == 12 - len(norms)
+    assert int(state[0].num_fired) == 0
+    want = float(jnp.linalg.norm(jax.grad(loss)(params, jnp.float16(1.0))))
+    np.testing.assert_allclose(norms, want, rtol=1e-3)

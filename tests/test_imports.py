@@ -11,14 +11,22 @@ ROOT = Path(zclip_jax.__file__).parent
 ALLOWED = {
     "_typing": (set(), {"jax", "chex", "jaxtyping", "numpy"}),
     "_rule": ({"_typing"}, {"jax", "numpy"}),
-    "_norm": ({"_typing"}, {"jax", "numpy"}),
+    "_norm": ({"_typing", "_rule"}, {"jax", "numpy"}),
+    "_groups": ({"_typing", "_norm"}, {"jax", "numpy"}),
+    "_loss_scale": ({"_typing", "_norm"}, {"jax"}),
     "rules": ({"_typing", "_rule", "rules"}, {"jax"}),
-    "_clip": ({"_typing", "_rule", "_norm", "_flax", "rules"}, {"jax", "numpy", "optax"}),
+    "_clip": ({"_typing", "_rule", "_norm", "_groups", "_flax"}, {"jax", "numpy", "optax"}),
     "_flax": (set(), {"jax"}),
-    "_metrics": ({"_rule", "_clip"}, {"jax"}),
-    "__init__": ({"_rule", "_clip", "_metrics", "rules"}, set()),
+    "_skip": ({"_typing", "_rule", "_norm", "_flax", "_clip"}, {"jax", "optax"}),
+    "_transplant": ({"_typing", "_clip"}, {"jax"}),
+    "_presets": ({"_rule", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
+    "_metrics": ({"_rule", "_clip", "_skip"}, {"jax"}),
+    "__init__": (
+        {"_rule", "_clip", "_groups", "_loss_scale", "_metrics", "_presets", "_skip", "_transplant", "rules"},
+        set(),
+    ),
 }
-STANDARD = {"collections", "contextlib", "dataclasses", "math", "sys", "typing"}
+STANDARD = {"collections", "contextlib", "dataclasses", "functools", "inspect", "math", "sys", "typing"}
 
 
 def part(path):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.cases import WRAPPERS
 from zclip_jax import clip_by_rule, metrics, rules, zclip
 
 PARAMS = {"a": jnp.zeros(2), "b": jnp.zeros(())}
@@ -20,32 +21,10 @@ NAMES = {
     "longest_spike_run", "fired_rate", "bound_rate", "capped_rate",
 }  # fmt: skip
 
-WRAPPERS = {
-    "alone": zclip,
-    "chain": lambda: optax.chain(zclip(), optax.adamw(1e-3)),
-    "chain in chain": lambda: optax.chain(optax.chain(optax.identity(), zclip()), optax.sgd(1.0)),
-    "named_chain": lambda: optax.named_chain(("clip", zclip()), ("adam", optax.adam(1e-3))),
-    "MultiSteps": lambda: optax.MultiSteps(optax.chain(zclip(), optax.sgd(1.0)), 1),
-    "inject_hyperparams": lambda: optax.inject_hyperparams(zclip)(z_thresh=2.5),
-    "inject_hyperparams around": lambda: optax.inject_hyperparams(
-        lambda learning_rate: optax.chain(zclip(), optax.adamw(learning_rate))
-    )(learning_rate=1e-3),
-    "partition": lambda: optax.partition(
-        {"all": optax.chain(zclip(), optax.sgd(1.0))}, {"a": "all", "b": "all"}
-    ),
-    "multi_transform": lambda: optax.multi_transform(
-        {"all": zclip(), "unused": optax.set_to_zero()}, {"a": "all", "b": "all"}
-    ),
-    "masked": lambda: optax.masked(zclip(), {"a": True, "b": True}),
-    "apply_if_finite": lambda: optax.apply_if_finite(optax.chain(zclip(), optax.sgd(1.0)), 3),
-    "with_extra_args_support": lambda: optax.with_extra_args_support(zclip()),
-    "conditionally_transform": lambda: optax.conditionally_transform(zclip(), lambda step: True),
-}
-
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_found_in(name):
-    tx = WRAPPERS[name]()
+    tx = WRAPPERS[name](zclip())
     _, state = jax.jit(tx.update)(GRADS, tx.init(PARAMS), PARAMS)
     outside, inside = metrics(state), jax.jit(metrics)(state)
     assert set(outside) == set(inside) == {f"zclip/{name}" for name in NAMES}

@@ -4,9 +4,14 @@ tx = optax.chain(zclip(), optax.adamw(3e-4))
 """
 
 from zclip_jax import rules
-from zclip_jax._clip import ClipState, clip_by_rule, zclip
+from zclip_jax._clip import ClipState, clip_by_rule
+from zclip_jax._groups import group_names
+from zclip_jax._loss_scale import unscale
 from zclip_jax._metrics import metrics
+from zclip_jax._presets import adagc, autoclip, gradient_stabilizer, zclip
 from zclip_jax._rule import Decision, Outcome, Rule, decide
+from zclip_jax._skip import SkipState, skip_by_rule
+from zclip_jax._transplant import TransplantReport, transplant
 
 __version__ = "0.1.0"
 
@@ -15,9 +20,18 @@ __all__ = [
     "Decision",
     "Outcome",
     "Rule",
+    "SkipState",
+    "TransplantReport",
+    "adagc",
+    "autoclip",
     "clip_by_rule",
     "decide",
+    "gradient_stabilizer",
+    "group_names",
     "metrics",
     "rules",
+    "skip_by_rule",
+    "transplant",
+    "unscale",
     "zclip",
 ]

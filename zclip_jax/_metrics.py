@@ -9,8 +9,11 @@ import jax.numpy as jnp
 
 from zclip_jax._clip import TOTALS, ClipState
 from zclip_jax._rule import Outcome
+from zclip_jax._skip import SkipState
 
-FIELDS = {field.name for field in dataclasses.fields(ClipState)}
+CLIP = {field.name for field in dataclasses.fields(ClipState)}
+SKIP = {field.name for field in dataclasses.fields(SkipState)}
+SKIPPED = ("num_skipped", "skip_run", "longest_skip_run", "alarm")
 OUTCOME = tuple(field.name for field in dataclasses.fields(Outcome))
 RATES = ("fired", "bound", "capped")
 
@@ -28,7 +31,9 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     Returns:
       Scalars under `"zclip/<name>"`: the fields of `Outcome` (`grad_norm` is the norm *before* clipping),
       the totals of `ClipState`, and `fired_rate`, `bound_rate`, `capped_rate`, each a total over
-      `num_steps`. With several clip states the key holds the path, `"zclip/<path>/<name>"`.
+      `num_steps`; of `skip_by_rule` also `num_skipped`, `skip_run`, `longest_skip_run` and `alarm`. With several
+      clip states the key holds the path, `"zclip/<path>/<name>"`. With a granularity other than `"global"` the
+      values are arrays `[groups]` in the order of `group_names`.
 
     Raises:
       ValueError: there is no clip state in `opt_state`.
@@ -46,7 +51,7 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       (0.0, 1.0)
     """
     # An optimizer that is no pytree, such as the nnx.Optimizer of older flax, holds its state as `opt_state`.
-    found = _clip_states(opt_state) or _clip_states(getattr(opt_state, "opt_state", None))
+    found = _find(opt_state) or _find(getattr(opt_state, "opt_state", None))
     if not found:
         raise ValueError(
             f"no clip state in this {type(opt_state).__name__}: put zclip() or clip_by_rule(...) into the "
@@ -57,14 +62,23 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
     return {key: x for path, node in found for key, x in _read(node, f"zclip/{_path_name(path)}").items()}
 
 
-def _clip_states(tree):
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_clip_state)
-    return [(path, node) for path, node in leaves if _is_clip_state(node)]
+def _find(tree, prefix=()):
+    """Paths and nodes of all clip and skip states, those inside a skip state too."""
+    found = []
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: _is(x, CLIP) or _is(x, SKIP))
+    for path, node in leaves:
+        path = (*prefix, *path)
+        if _is(node, SKIP):
+            found.append((path, node))
+            found += _find(node["inner_state"], (*path, jax.tree_util.GetAttrKey("inner_state")))
+        elif _is(node, CLIP):
+            found.append((path, node))
+    return found
 
 
-def _is_clip_state(node):
-    # A ClipState is a mapping of its fields, and so is what `nnx.state` makes of one.
-    return isinstance(node, Mapping) and set(node) >= FIELDS
+def _is(node, fields):
+    # A state is a mapping of its fields, and so is what `nnx.state` makes of one.
+    return isinstance(node, Mapping) and set(node) >= fields
 
 
 def _path_name(path):
@@ -72,7 +86,11 @@ def _path_name(path):
 
 
 def _read(state, prefix):
-    values = {name: state["last"][name] for name in OUTCOME}
+    values = {}
+    if _is(state, SKIP):
+        values |= {name: state[name] for name in SKIPPED}
+        state = state["clip_state"]
+    values |= {name: state["last"][name] for name in OUTCOME}
     values |= {name: state[name] for name in TOTALS}
     # An nnx.Optimizer wraps each array into a variable, itself a pytree of one leaf.
     values = {name: jax.tree.leaves(x)[0] for name, x in values.items()}

@@ -5,6 +5,7 @@ added; over one that does not they are copies, of which one counts. So a leaf's 
 of the axes that do not split it, and then one `psum` over all axes adds everything up.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from zclip_jax._rule import safe_sqrt
 from zclip_jax._typing import FloatScalar, PyTree
 
 AxisNames = str | tuple[str, ...] | None
@@ -47,6 +49,25 @@ def global_norm(tree: PyTree, axis_name: AxisNames = None, split: Any = None) ->
     Raises:
       ValueError: an axis is not bound here, `split` does not match `tree`, or a leaf is unreduced.
     """
+    return safe_sqrt(square_sums(tree, axis_name, split))
+
+
+def square_sums(
+    tree: PyTree,
+    axis_name: AxisNames = None,
+    split: Any = None,
+    slots: tuple[np.ndarray | None, ...] | None = None,
+    num_groups: int = 1,
+) -> jax.Array:
+    """The square of `global_norm`; with `slots` the squares of each group's, `[num_groups]`.
+
+    Args:
+      tree: see `global_norm`.
+      axis_name: see `global_norm`.
+      split: see `global_norm`.
+      slots: for each leaf the place of its group, or of its layers' groups; see `_groups.Groups`.
+      num_groups: the number of groups.
+    """
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     for axis in axes:
         if not _is_bound(axis):
@@ -54,42 +75,53 @@ def global_norm(tree: PyTree, axis_name: AxisNames = None, split: Any = None) ->
                 f"axis_name={axis!r} is no mapped axis here: pass it only where the update runs inside a "
                 "pmap or shard_map over that axis; under plain jit leave axis_name out"
             )
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     given = _split_axes(split, tree, axes)
-    # One sum for each set of axes, so that nothing below grows with the number of leaves.
-    sums: dict[frozenset[str], jax.Array] = {}
-    for (path, x), over in zip(jax.tree_util.tree_leaves_with_path(tree), given, strict=True):
+    places = [None] * len(leaves) if slots is None else slots
+    # Together by the axes they are split over, so that what follows does not grow with the number of leaves.
+    parts: dict[frozenset[str], list[tuple[jax.Array, np.ndarray | None]]] = {}
+    for (path, x), over, place in zip(leaves, given, places, strict=True):
         if not is_gradient(x):
             continue
         _check_reduced(path, x)
         over = _varying(x) if over is None else over
-        sums[over] = _add(sums.get(over), _square_sum(x))
+        layers = place is not None and place.ndim == 1
+        parts.setdefault(over, []).append((_square_sum(x, layers), place))
+    sums = {over: _gather(items, None if slots is None else num_groups) for over, items in parts.items()}
 
     summed_over = frozenset().union(*sums, *map(_varying, sums.values()))
     total = None
     for over, square_sum in sums.items():
         copies = math.prod(jax.lax.axis_size(axis) for axis in summed_over - over)
-        total = _add(total, square_sum / copies)
+        total = square_sum / copies if total is None else _add(total, square_sum / copies)
     if total is None:
-        return jnp.zeros((), jnp.float32)
+        return jnp.zeros(() if slots is None else num_groups, jnp.float32)
     if summed_over:
         total = jax.lax.psum(_cast_to_varying(total, summed_over), tuple(sorted(summed_over)))
-    # With derivative 0 at 0, where the root has none.
-    zero = total == 0
-    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, total)))
+    return total
 
 
-def _square_sum(x: jax.typing.ArrayLike) -> FloatScalar:
+def _square_sum(x: jax.typing.ArrayLike, layers: bool) -> jax.Array:
+    """The sum of the squares of `x`; with `layers` of each entry along its leading axis."""
     x = jnp.asarray(x)
     dtype = accumulator_dtype(x)
     parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
     squares = [jnp.square(part.astype(dtype)) for part in parts]
-    return jnp.sum(sum(squares[1:], squares[0]))
+    return jnp.sum(sum(squares[1:], squares[0]), axis=tuple(range(1 if layers else 0, x.ndim)))
 
 
-def _add(a: FloatScalar | None, b: FloatScalar) -> FloatScalar:
+def _gather(items: list[tuple[jax.Array, np.ndarray | None]], num_groups: int | None) -> jax.Array:
+    """The sum of all sums, or the sum for each group."""
+    if num_groups is None:
+        return functools.reduce(_add, (square_sum for square_sum, _ in items))
+    widest = max((square_sum.dtype for square_sum, _ in items), key=lambda dtype: dtype.itemsize)
+    values = jnp.concatenate([jnp.atleast_1d(square_sum).astype(widest) for square_sum, _ in items])
+    places = np.concatenate([np.atleast_1d(place) for _, place in items if place is not None])
+    return jnp.zeros(num_groups, widest).at[places].add(values)
+
+
+def _add(a: jax.Array, b: jax.Array) -> jax.Array:
     """The sum in the wider of both dtypes."""
-    if a is None:
-        return b
     wider = max(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
     return a.astype(wider) + b.astype(wider)
 
@@ -151,13 +183,13 @@ def _varying(x: jax.typing.ArrayLike) -> frozenset[str]:
     return frozenset(getattr(type_, "vma", ()))
 
 
-def _cast_to_varying(x: FloatScalar, axes: frozenset[str]) -> FloatScalar:
+def _cast_to_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     missing = tuple(sorted(axes - _varying(x)))
     if not missing or not _varying(jax.lax.axis_index(missing[0])):  # there, types carry no axes
         return x
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, missing, to="varying")
-    return jax.lax.pvary(x, missing)
+    return jax.lax.pvary(x, missing)  # pyrefly: ignore[missing-attribute]
 
 
 def _check_reduced(path: Any, x: jax.typing.ArrayLike) -> None:

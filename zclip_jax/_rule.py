@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zclip_jax._typing import BoolScalar, FloatScalar, Numeric, PyTree, dataclass
+from zclip_jax._typing import BoolEach, FloatEach, Numeric, PyTree, dataclass
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Decision:
       mean: the mean this norm was judged against, before it is absorbed; 0 where the rule keeps none.
       std: the standard deviation it was judged against; 0 where the rule keeps none.
       uncapped: the threshold before `rules.at_most` lowered it; None means `threshold` itself.
+      raises: whether smaller norms are scaled up to the threshold as well, by rules that set the norm
+        outright.
     """
 
     threshold: Numeric
@@ -31,6 +33,7 @@ class Decision:
     mean: Numeric = 0.0
     std: Numeric = 0.0
     uncapped: Numeric | None = None
+    raises: Numeric = False
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Outcome:
       grad_norm: the norm before clipping; `nan` or `inf` on a non-finite step.
       threshold: the norm allowed; `inf` where there was no limit, and on a non-finite step.
       z_score: the rule's z-score; 0 where it has none.
-      clip_scale: what the decision multiplies the gradients by, in [0, 1]; 0 on a non-finite step.
+      clip_scale: what the decision multiplies the gradients by; at most 1, except from rules that also scale
+        up; 0 on a non-finite step.
       mean: the mean the norm was judged against.
       std: the standard deviation the norm was judged against.
       fired: the rule called the step a spike.
@@ -52,16 +56,16 @@ class Outcome:
       nonfinite: the norm was NaN or infinite, or its square would be.
     """
 
-    grad_norm: FloatScalar
-    threshold: FloatScalar
-    z_score: FloatScalar
-    clip_scale: FloatScalar
-    mean: FloatScalar
-    std: FloatScalar
-    fired: BoolScalar
-    bound: BoolScalar
-    capped: BoolScalar
-    nonfinite: BoolScalar
+    grad_norm: FloatEach
+    threshold: FloatEach
+    z_score: FloatEach
+    clip_scale: FloatEach
+    mean: FloatEach
+    std: FloatEach
+    fired: BoolEach
+    bound: BoolEach
+    capped: BoolEach
+    nonfinite: BoolEach
 
 
 class Rule(NamedTuple):
@@ -122,8 +126,12 @@ def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Out
     uncapped = threshold if decision.uncapped is None else as_float(decision.uncapped)
     fired = jnp.asarray(decision.fired, bool)
     scaled = finite & (norm > threshold)
+    raised = (
+        jnp.asarray(decision.raises, bool) & finite & (norm > 0) & (norm < threshold) & (threshold < jnp.inf)
+    )
     # Divides 1 by 1 where nothing is scaled, so that 0/0 and inf/inf never arise.
-    clip_scale = jnp.where(scaled, threshold, 1.0) / jnp.where(scaled, norm, 1.0)
+    moved = scaled | raised
+    clip_scale = jnp.where(moved, threshold, 1.0) / jnp.where(moved, norm, 1.0)
 
     outcome = Outcome(
         grad_norm=norm,
@@ -172,8 +180,7 @@ def check_number(name: str, value: Any, accepted: str, ok: Callable[[Any], bool]
     number = np.asarray(value)
     real = jnp.issubdtype(number.dtype, jnp.integer) or jnp.issubdtype(number.dtype, jnp.floating)
     if not (real and number.ndim == 0 and ok(number)):
-        hint = "; for a schedule wrap the factory in optax.inject_hyperparams" if callable(value) else ""
-        raise ValueError(f"{name} must be {accepted}, got {value!r}{hint}")
+        raise ValueError(f"{name} must be {accepted}, got {value!r}")
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

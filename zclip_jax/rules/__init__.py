@@ -1,7 +1,33 @@
 """The rules: each looks at one gradient norm and says what norm is allowed."""
 
-from zclip_jax.rules.combinators import at_most
+from zclip_jax.rules.adagc import AdaGCState, adagc
+from zclip_jax.rules.combinators import LossAwareState, at_most, bounded, loss_aware
+from zclip_jax.rules.ema import EmaState, ema
 from zclip_jax.rules.fixed import fixed
+from zclip_jax.rules.gradient_stabilizer import GradientStabilizerState, gradient_stabilizer
+from zclip_jax.rules.percentile import PercentileState, percentile
+from zclip_jax.rules.sigma_skip import SigmaSkipState, sigma_skip
+from zclip_jax.rules.window_zscore import WindowState, window_zscore
 from zclip_jax.rules.zscore import ZScoreState, zscore
 
-__all__ = ["ZScoreState", "at_most", "fixed", "zscore"]
+__all__ = [
+    "AdaGCState",
+    "EmaState",
+    "GradientStabilizerState",
+    "LossAwareState",
+    "PercentileState",
+    "SigmaSkipState",
+    "WindowState",
+    "ZScoreState",
+    "adagc",
+    "at_most",
+    "bounded",
+    "ema",
+    "fixed",
+    "gradient_stabilizer",
+    "loss_aware",
+    "percentile",
+    "sigma_skip",
+    "window_zscore",
+    "zscore",
+]

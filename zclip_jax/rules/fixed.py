@@ -3,8 +3,10 @@
 from typing import Any
 
 from zclip_jax._rule import Decision, Rule, as_float, check_number
+from zclip_jax.rules._schedules import takes_schedules
 
 
+@takes_schedules
 def fixed(max_norm: Any) -> Rule:
     r"""Allows norms up to a constant.
 

@@ -8,12 +8,16 @@ import jax.numpy as jnp
 
 from zclip_jax._rule import Decision, Rule, as_float, check_choice, check_number, safe_sqrt
 from zclip_jax._typing import Floats, FloatScalar, IntScalar, dataclass
+from zclip_jax.rules._schedules import takes_schedules
 
 STRATEGIES = ("reciprocal", "max", "mean")
 ABSORB = ("clipped", "none", "raw")
 
 # The standard deviation of a Gaussian is this many median absolute deviations.
 MAD_TO_STD = 1.4826
+
+
+SPACES = ("linear", "log")
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,21 @@ class ZScoreState:
     warmup_norms: Floats | None = None
 
 
+def judge(
+    x: jax.Array, mean: jax.Array, std: jax.Array, z_max: jax.Array, eps: jax.Array, strategy: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The z-score of `x`, whether it is a spike, and what would be allowed then; scalars all."""
+    z = (x - mean) / (std + eps)
+    limit = mean + z_max * std
+    if strategy == "max":
+        return z, x > limit, limit
+    if strategy == "mean":
+        return z, z > z_max, mean
+    # On a spike z > z_max, so the maximum is z itself; elsewhere it keeps 0/0 out.
+    return z, z > z_max, mean + z_max * std * z_max / jnp.maximum(z, z_max)
+
+
+@takes_schedules
 def zscore(
     alpha: Any = 0.97,
     z_thresh: Any = 2.5,
@@ -47,6 +66,7 @@ def zscore(
     patience: Any = 25,
     robust_warmup: bool = False,
     min_rel_std: Any = 0.0,
+    space: str = "linear",
 ) -> Rule:
     r"""Limits a norm whose z-score exceeds `z_thresh`, the harder the further out it is.
 
@@ -85,7 +105,10 @@ def zscore(
       robust_warmup: end the warm-up with the median and 1.4826 times the median absolute deviation in
         place of mean and standard deviation, so that an outlier among the first norms does no harm. Keeps
         those norms in the state; `warmup_steps` must then be a Python int.
-      min_rel_std: the standard deviation never counts as less than this multiple of the mean; 0 is off.
+      min_rel_std: the standard deviation never counts as less than this multiple of the mean; 0 is off. In
+        log space a standard deviation is relative as it is, and this is its least value.
+      space: `"log"` keeps mean and variance of the logarithms of the norms and judges by those, for norms with
+        a heavy tail. The statistics reported are then those of the logarithms.
 
     Returns:
       A `Rule` whose state is a `ZScoreState`.
@@ -114,6 +137,8 @@ def zscore(
     check_number("min_rel_std", min_rel_std, "a number >= 0", lambda x: x >= 0)
     check_choice("strategy", strategy, STRATEGIES)
     check_choice("absorb", absorb, ABSORB)
+    check_choice("space", space, SPACES)
+    log = space == "log"
     if patience is not None:
         check_number("patience", patience, "an integer >= 1 or None", lambda x: x >= 1 and x == int(x))
     if robust_warmup and isinstance(warmup_steps, jax.core.Tracer):
@@ -136,41 +161,39 @@ def zscore(
         del extra_args
         warming = state.num_norms < jnp.asarray(warmup_steps, jnp.int32)
         mean, z_max = as_float(state.mean), as_float(z_thresh)
-        std = jnp.maximum(safe_sqrt(as_float(state.var)), as_float(min_rel_std) * mean)
-        z = (norm - mean) / (std + as_float(eps))
-
-        limit = mean + z_max * std
-        spike = norm > limit if strategy == "max" else z > z_max
+        least_std = as_float(min_rel_std) if log else as_float(min_rel_std) * mean
+        std = jnp.maximum(safe_sqrt(as_float(state.var)), least_std)
+        # From here on `x` and `limit` are in the space of the statistics.
+        x = jnp.log(jnp.where(norm > 0, norm, 1.0)) if log else norm
+        z, spike, limit = judge(x, mean, std, z_max, as_float(eps), strategy)
         if strategy == "reciprocal":
-            # On a spike z > z_max, so the maximum is z itself; elsewhere it keeps 0/0 out.
-            limit = as_float(clip_factor) * (mean + z_max * std * z_max / jnp.maximum(z, z_max))
-        elif strategy == "mean":
-            limit = mean
+            factor = as_float(clip_factor)
+            limit = limit + jnp.log(factor) if log else factor * limit
         fired = ~warming & spike
         spike_run = jnp.where(fired, state.spike_run + 1, 0)
 
         decision = Decision(
-            threshold=jnp.where(fired, limit, jnp.inf),
+            threshold=jnp.where(fired, jnp.exp(limit) if log else limit, jnp.inf),
             z_score=jnp.where(warming, 0.0, z),
             fired=fired,
             mean=mean,
             std=std,
         )
         as_is = ~fired if patience is None else ~fired | (spike_run > jnp.asarray(patience, jnp.int32))
-        collected = collect(norm, state)
-        absorbed = absorb_into_ema(norm, limit, as_is, state)
+        collected = collect(x, state)
+        absorbed = absorb_into_ema(x, limit, as_is, state)
         state = jax.tree.map(lambda a, b: jnp.where(warming, a, b), collected, absorbed)
         return decision, dataclasses.replace(state, spike_run=spike_run)
 
-    def collect(norm, state):
+    def collect(x, state):
         """Warm-up: Welford's running mean and population variance."""
         num_norms = state.num_norms + 1
         mean, var = as_float(state.mean), as_float(state.var)
-        new_mean = mean + (norm - mean) / num_norms.astype(norm.dtype)
-        new_var = var + ((norm - mean) * (norm - new_mean) - var) / num_norms.astype(norm.dtype)
+        new_mean = mean + (x - mean) / num_norms.astype(x.dtype)
+        new_var = var + ((x - mean) * (x - new_mean) - var) / num_norms.astype(x.dtype)
         buffer = state.warmup_norms
         if buffer is not None:
-            buffer = buffer.at[state.num_norms].set(norm, mode="drop")
+            buffer = buffer.at[state.num_norms].set(x, mode="drop")
             median = jnp.median(buffer)
             mad = jnp.median(jnp.abs(buffer - median))
             full = num_norms == warmup_steps
@@ -180,10 +203,10 @@ def zscore(
             state, num_norms=num_norms, mean=new_mean, var=new_var, warmup_norms=buffer
         )
 
-    def absorb_into_ema(norm, limit, as_is, state):
+    def absorb_into_ema(x, limit, as_is, state):
         """Afterwards: exponential moving mean, then the variance around the new mean."""
         decay = as_float(alpha)
-        taken = norm if absorb == "raw" else jnp.where(as_is, norm, limit)
+        taken = x if absorb == "raw" else jnp.where(as_is, x, limit)
         mean = decay * as_float(state.mean) + (1 - decay) * taken
         var = decay * as_float(state.var) + (1 - decay) * jnp.square(taken - mean)
         new_state = dataclasses.replace(state, num_norms=state.num_norms + 1, mean=mean, var=var)
