@@ -10,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import shard_map_step
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from shard_map_step import make_step
 
 from zclip_jax import metrics, zclip
 
+import shard_map_step
 from data import DataConfig
 from model import PRESETS, Llama, LlamaConfig, loss_fn
+from shard_map_step import make_step
 
 # Axes of 3 and 12 do not divide over 8 devices and those of 24 and 32 do: some leaves split, some are copies.
 LLAMA = LlamaConfig(

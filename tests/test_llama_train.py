@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 import yaml
 from jax.experimental.compilation_cache import compilation_cache
@@ -318,12 +319,19 @@ def test_accumulation_changes_rounding_only(finished: Path, text: Path, tmp_path
         np.testing.assert_allclose(*values, rtol=rtol)
 
 
-def test_eight_devices(finished: Path, text: Path, tmp_path: Path) -> None:
-    if jax.device_count() != 8:
-        pytest.skip("needs 8 devices")
-    mesh = "data=2,fsdp=2,tensor=2"
-    assert train.main(args(text, tmp_path / "run", spike_steps=NOISE, mesh=mesh)) == 0
-    np.testing.assert_allclose(losses(tmp_path / "run"), losses(finished), rtol=1e-4)
+@pytest.mark.parametrize("clipper", [None, optax.identity()])
+def test_steps_with_another_clipper(clipper: optax.GradientTransformation | None) -> None:
+    """They have its metrics only where it has any."""
+    sizes = {"context": 16, "hidden_size": 32, "ffn_size": 64, "num_layers": 2}
+    llama = train.model_config(train.ModelOptions(**sizes), vocab_size=256)
+    init, train_step, eval_step = train.step_functions(train.Config(), llama, clipper)
+    tokens = jax.ShapeDtypeStruct((8, 17), np.int32)
+    state = jax.eval_shape(init)
+    after, scalars = jax.eval_shape(train_step, state, tokens)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert {name for name in scalars if not name.startswith("zclip/")} == {"loss", "lr"}
+    assert ("zclip/fired" in scalars) == (clipper is None)
+    assert jax.eval_shape(eval_step, state, tokens).shape == ()
 
 
 def test_the_default_mesh_has_all_devices() -> None:

@@ -20,9 +20,11 @@ def to_flags(config: Any) -> Flags:
     flags = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
+        if field.name in ("config", "fresh", "hosts"):
+            continue
         if dataclasses.is_dataclass(value):
             flags |= to_flags(value)
-        elif field.name not in ("config", "fresh"):
+        else:
             flags[field.name] = list(value) if isinstance(value, tuple) else value
     return flags
 
@@ -44,7 +46,13 @@ def parse_flags(default: Any, argv: list[str], description: str | None) -> Any:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _parse(args: list[str], default: Any, description: str | None) -> Any:
+def parse_known(default: Any, argv: list[str]) -> Any:
+    """`default` with those of its flags that are among the arguments; ValueError on a wrong value."""
+    others_told = [arg for arg in argv if arg not in ("-h", "--help")]
+    return _parse(others_told, default, None, return_unknown_args=True)[0]
+
+
+def _parse(args: list[str], default: Any, description: str | None, **options: Any) -> Any:
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -55,6 +63,7 @@ def _parse(args: list[str], default: Any, description: str | None) -> Any:
                 prog="train.py",
                 description=description,
                 config=(tyro.conf.OmitArgPrefixes,),
+                **options,
             )
     except SystemExit as stop:
         if not stop.code:  # --help

@@ -6,6 +6,12 @@ r"""Pre-trains a LLaMA with ZClip: config, optimizer, jitted step, checkpoints, 
     python examples/llama/train.py --preset llama-130m --data 'text/*.jsonl' --vocab-size 32000 \
         --batch-size 256 --accumulate 4 --steps 20000 --warmup 500 --mesh data=2,fsdp=4
 
+On several hosts it is started once on each of them, with a run folder that they share. SLURM, Open
+MPI, Cloud TPU and Kubernetes tell them of each other; else the processes must, two of them by
+
+    python examples/llama/train.py --coordinator host0:1234 --num-processes 2 --process-id 0
+    python examples/llama/train.py --coordinator host0:1234 --num-processes 2 --process-id 1
+
 Everything is kept in the run folder: `config.yaml` (give it to --config), `metrics.jsonl`,
 `tensorboard/`, `checkpoints/` and, at the end, `plot.png`. The same command continues a run that
 was stopped, killed or preempted: its later steps are the same bit for bit.
@@ -26,16 +32,16 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zclip_jax import clip_by_rule, metrics, rules, zclip
 
+import hosts
 from data import Corpus, DataConfig, load_corpus, train_iterator, val_batches
-from flags import check_same_run, parse_flags, to_flags
+from flags import check_same_run, parse_flags, parse_known, to_flags
+from hosts import AXES, HostOptions, make_mesh
 from model import PRESETS, Llama, LlamaConfig, loss_fn, num_params, shard
 from report import Report, StopRequest, delete_run, first_line
-
-AXES = ("data", "fsdp", "tensor")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +106,7 @@ class Config:
     model: ModelOptions = ModelOptions()
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     clip: ClipOptions = ClipOptions()
+    hosts: HostOptions = dataclasses.field(default_factory=HostOptions)
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(
@@ -122,21 +129,6 @@ def model_config(options: ModelOptions, vocab_size: int) -> LlamaConfig:
     preset = PRESETS[sizes.pop("preset")]
     # Rounded up, so that the vocabulary can be split over the devices.
     return dataclasses.replace(preset, vocab_size=-(-vocab_size // 64) * 64, **sizes)
-
-
-def make_mesh(spec: str) -> Mesh:
-    sizes = {"fsdp": jax.device_count()} if not spec else {}
-    for part in spec.split(",") if spec else ():
-        axis, _, size = part.strip().partition("=")
-        if axis not in AXES or axis in sizes or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"mesh {spec!r} is not like data=2,fsdp=2,tensor=2")
-        sizes[axis] = int(size)
-    shape = tuple(sizes.get(axis, 1) for axis in AXES)
-    needed, found = math.prod(shape), jax.device_count()
-    if needed > found or (needed < found and jax.process_count() > 1):
-        raise ValueError(f"mesh {spec!r} needs {needed} devices, there are {found}")
-    types = (AxisType.Auto,) * len(AXES)
-    return jax.make_mesh(shape, AXES, axis_types=types, devices=jax.devices()[:needed])
 
 
 def make_clipper(options: ClipOptions) -> optax.GradientTransformationExtraArgs:
@@ -163,16 +155,9 @@ State = dict[str, nnx.State]
 Scalars = dict[str, Any]  # of arrays without axes
 
 
-@dataclasses.dataclass
-class Program:
-    """The initial state, and the jitted functions of a state and int32 tokens [B, T + 1]."""
-
-    state: State
-    train_step: Callable[[State, jax.Array], tuple[State, Scalars]]  # consumes the old state
-    eval_step: Callable[[State, jax.Array], jax.Array]
-
-
-def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def make_optimizer(
+    config: Config, clipper: optax.GradientTransformation | None = None
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
     schedule = optax.warmup_cosine_decay_schedule(
         init_value=config.lr / max(config.warmup, 1),
         peak_value=config.lr,
@@ -181,15 +166,25 @@ def make_optimizer(config: Config) -> tuple[optax.GradientTransformation, optax.
         end_value=config.lr / 10,
     )
     tx = optax.chain(
-        make_clipper(config.clip),
+        make_clipper(config.clip) if clipper is None else clipper,
         optax.adamw(schedule, b1=0.9, b2=0.999, eps=1e-7, weight_decay=config.weight_decay),
     )
     return tx, schedule
 
 
-def make_program(config: Config, llama: LlamaConfig) -> Program:
-    """Needs a current mesh."""
-    tx, schedule = make_optimizer(config)
+Init = Callable[[], State]
+TrainStep = Callable[[State, jax.Array], tuple[State, Scalars]]
+EvalStep = Callable[[State, jax.Array], jax.Array]
+
+
+def step_functions(
+    config: Config, llama: LlamaConfig, clipper: optax.GradientTransformation | None = None
+) -> tuple[Init, TrainStep, EvalStep]:
+    """What a program computes, not jitted: the state to start with, and a step from state and tokens.
+
+    They need a current mesh. `clipper` is instead of the config's; it may have no metrics.
+    """
+    tx, schedule = make_optimizer(config, clipper)
 
     def build() -> tuple[Llama, nnx.Optimizer[Llama]]:
         model = Llama(llama, rngs=nnx.Rngs(config.seed))
@@ -220,22 +215,39 @@ def make_program(config: Config, llama: LlamaConfig) -> Program:
         total, _ = jax.lax.scan(add, (jnp.zeros(()), zeros), passes)
         return jax.tree.map(lambda x: x / config.accumulate, total)
 
+    def clip_metrics(optimizer: nnx.Optimizer[Llama]) -> Scalars:
+        try:
+            return metrics(optimizer)
+        except ValueError:
+            if clipper is None:
+                raise
+            return {}  # a clipper of another kind
+
     def train_step(state: State, tokens: jax.Array) -> tuple[State, Scalars]:
         model = nnx.merge(model_def, state["model"])
         optimizer = nnx.merge(optimizer_def, state["optimizer"])
         loss, grads = accumulated(state["model"], tokens)
         optimizer.update(model, grads, value=loss)
-        scalars = metrics(optimizer)
-        scalars |= {"loss": loss, "lr": schedule(scalars["zclip/num_steps"] - 1)}
+        step = optimizer.step[...].astype(jnp.int32)
+        scalars = clip_metrics(optimizer) | {"loss": loss, "lr": schedule(step - 1)}
         return to_state(model, optimizer), scalars
 
-    state = jax.jit(lambda: to_state(*build()))()
+    def eval_step(state: State, tokens: jax.Array) -> jax.Array:
+        return loss_fn(nnx.merge(model_def, state["model"]), tokens)
+
+    return lambda: to_state(*build()), train_step, eval_step
+
+
+def make_program(config: Config, llama: LlamaConfig) -> tuple[State, TrainStep, EvalStep]:
+    """The initial state and the jitted steps, of which the training consumes the state it is given.
+
+    Needs a current mesh.
+    """
+    init, train_step, eval_step = step_functions(config, llama)
+    state = jax.jit(init)()
     shardings = jax.tree.map(lambda x: x.sharding, state)
-    return Program(
-        state=state,
-        train_step=jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None)),
-        eval_step=jax.jit(lambda state, tokens: loss_fn(nnx.merge(model_def, state["model"]), tokens)),
-    )
+    train_step = jax.jit(train_step, donate_argnums=0, out_shardings=(shardings, None))
+    return state, train_step, jax.jit(eval_step)
 
 
 def restore(checkpoints: ocp.CheckpointManager, step: int, **items: Any) -> Any:
@@ -248,8 +260,7 @@ def restore(checkpoints: ocp.CheckpointManager, step: int, **items: Any) -> Any:
 
 def noise(shape: tuple[int, ...], vocab_size: int, seed: int, step: int) -> np.ndarray:
     """A batch that no text is like, the same each time that a step is run."""
-    rng = np.random.default_rng([seed, step, jax.process_index()])
-    return rng.integers(vocab_size, size=shape, dtype=np.int32)
+    return np.random.default_rng([seed, step]).integers(vocab_size, size=shape, dtype=np.int32)
 
 
 @dataclasses.dataclass
@@ -259,8 +270,11 @@ class Run:
     step: int
     mesh: Mesh
     corpus: Corpus
-    program: Program
-    batches: Any  # of the rows that this process owns, int32 [b, T + 1]; never ends
+    state: State
+    train_step: TrainStep
+    eval_step: EvalStep
+    batches: Any  # of the rows that this process holds, int32 [b, T + 1]; never ends
+    part: int  # which rows of a global batch these are: part * b : (part + 1) * b
     held_out: list[jax.Array]  # int32 [b, T + 1] each
     checkpoints: ocp.CheckpointManager
     identity: dict[str, Any]
@@ -268,41 +282,46 @@ class Run:
 
 def prepare(config: Config, stack: contextlib.ExitStack) -> Run:
     """Raises ValueError or OSError where the run cannot start; `stack` closes the checkpoints."""
-    run_dir, mesh = Path(config.run_dir), make_mesh(config.mesh)
-    ways = mesh.shape["data"] * mesh.shape["fsdp"]
-    if config.batch_size % (config.accumulate * ways):
-        raise ValueError(
-            f"batch_size {config.batch_size} does not divide into {config.accumulate} passes "
-            f"over {ways} devices (data x fsdp)"
-        )
-    make_optimizer(config)  # complains of bad settings before the run folder is touched
-    context = model_config(config.model, vocab_size=256).context
-    if config.fresh and jax.process_index() == 0:
-        delete_run(run_dir)
-    corpus = load_corpus(config.data, context=context, cache_dir=run_dir)
-    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
-    batches = train_iterator(corpus, batch_size=config.batch_size, seed=config.seed, **process)
-    checkpoints = ocp.CheckpointManager(
-        (run_dir / "checkpoints").absolute(),
-        options=ocp.CheckpointManagerOptions(
-            preservation_policy=ocp.checkpoint_managers.LatestN(config.keep),
-            cleanup_tmp_directories=True,
-        ),
-    )
-    stack.callback(checkpoints.close)
+    run_dir = Path(config.run_dir)
+    with hosts.together():
+        mesh = make_mesh(config.mesh)
+        part, parts = hosts.share(mesh, config.batch_size, config.accumulate)
+        make_optimizer(config)  # complains of bad settings before the run folder is touched
+        context = model_config(config.model, vocab_size=256).context
+
+    def load() -> Corpus:
+        if config.fresh and jax.process_index() == 0:
+            delete_run(run_dir)
+        return load_corpus(config.data, context=context, cache_dir=run_dir)
+
+    corpus = hosts.first_one(load)
     identity = to_flags(config) | {"corpus": corpus.name}
-    step = checkpoints.latest_step() or 0
-    if step:
-        saved = restore(checkpoints, step, config=ocp.args.JsonRestore())
-        check_same_run(saved["config"], identity, FREE, config.run_dir)
-    with jax.set_mesh(mesh):
-        program = make_program(config, model_config(config.model, corpus.vocab_size))
-    if step:
-        # The state goes to the devices of the one that it replaces, whatever mesh saved it.
-        like = ocp.args.StandardRestore(program.state)
-        saved = restore(checkpoints, step, state=like, batches=ocp.args.JsonRestore())
-        program.state = saved["state"]
-        batches.set_state(saved["batches"])
+    hosts.check_same(identity)
+    with hosts.together():
+        rows_here = {"process_index": part, "process_count": parts}
+        batches = train_iterator(corpus, batch_size=config.batch_size, seed=config.seed, **rows_here)
+        checkpoints = ocp.CheckpointManager(
+            (run_dir / "checkpoints").absolute(),
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=ocp.checkpoint_managers.LatestN(config.keep),
+                cleanup_tmp_directories=True,
+            ),
+        )
+        stack.callback(checkpoints.close)
+        step = checkpoints.latest_step() or 0
+    hosts.check_same({f"the latest step in {run_dir}, which they must share": step})
+    with hosts.together():
+        if step:
+            saved = restore(checkpoints, step, config=ocp.args.JsonRestore())
+            check_same_run(saved["config"], identity, FREE, config.run_dir)
+        with jax.set_mesh(mesh):
+            state, train_step, eval_step = make_program(config, model_config(config.model, corpus.vocab_size))
+        if step:
+            # The state goes to the devices of the one that it replaces, whatever mesh saved it.
+            like = ocp.args.StandardRestore(state)
+            saved = restore(checkpoints, step, state=like, batches=ocp.args.JsonRestore())
+            state = saved["state"]
+            batches.set_state(saved["batches"])
 
     # As many windows at a time as in a training pass. Every process holds these few tokens whole.
     replicated, passes = NamedSharding(mesh, PartitionSpec()), config.accumulate
@@ -313,7 +332,9 @@ def prepare(config: Config, stack: contextlib.ExitStack) -> Run:
     held_out = [
         jax.make_array_from_process_local_data(replicated, rows) for rows in val_batches(corpus, **sizes)
     ]
-    return Run(step, mesh, corpus, program, batches, held_out, checkpoints, identity)
+    return Run(
+        step, mesh, corpus, state, train_step, eval_step, batches, part, held_out, checkpoints, identity
+    )
 
 
 def save(run: Run, step: int, state: State) -> None:
@@ -330,10 +351,11 @@ def save(run: Run, step: int, state: State) -> None:
 
 def train(config: Config, run: Run, report: Report | None) -> int | None:
     """Trains to the end, or to the step after which a signal asks to stop; returns the signal."""
-    split = NamedSharding(run.mesh, PartitionSpec(("data", "fsdp")))
-    state, step = run.program.state, run.step
-    run.program.state = {}  # the first step consumes its buffers
+    state, step = run.state, run.step
+    run.state = {}  # the first step consumes its buffers
     pending: tuple[int, Scalars] | None = None
+    split = NamedSharding(run.mesh, PartitionSpec(AXES[:2]))
+    vote, stopped_by = hosts.Vote(run.mesh), 0
 
     def log_pending() -> None:
         if report and pending:
@@ -344,16 +366,19 @@ def train(config: Config, run: Run, report: Report | None) -> int | None:
             step += 1  # counts from 1: a checkpoint of step n holds n updates
             rows = next(run.batches)
             if step in config.spike_steps:
-                rows = noise(rows.shape, run.corpus.vocab_size, config.seed, step)
+                shape, start = (config.batch_size, rows.shape[1]), run.part * len(rows)
+                batch = noise(shape, run.corpus.vocab_size, config.seed, step)
+                rows = batch[start : start + len(rows)]
             tokens = jax.make_array_from_process_local_data(split, rows)
-            state, scalars = run.program.train_step(state, tokens)
+            state, scalars = run.train_step(state, tokens)
             if step % config.eval_every == 0 or step == config.steps:
-                losses = [run.program.eval_step(state, rows) for rows in run.held_out]
+                losses = [run.eval_step(state, rows) for rows in run.held_out]
                 scalars["val_loss"] = jnp.mean(jnp.stack(losses))
             # Reading scalars waits for them, so it is the previous step's, while this one runs.
             log_pending()
             pending = step, scalars
-            last = step == config.steps or stop.signal is not None
+            stopped_by = vote(stop.signal or 0)
+            last = step == config.steps or stopped_by
             if last or step % config.save_every == 0:
                 # Ahead of the checkpoint, so that a run continued from that has all rows before it.
                 log_pending()
@@ -362,17 +387,25 @@ def train(config: Config, run: Run, report: Report | None) -> int | None:
             if last:
                 break
         run.checkpoints.wait_until_finished()
-    return stop.signal if step < config.steps else None
+    return stopped_by if step < config.steps else None
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status."""
-    with contextlib.ExitStack() as stack:
+    """Returns the exit status; with `argv`, only that can tell of other processes."""
+    arguments = sys.argv[1:] if argv is None else argv
+    with contextlib.ExitStack() as stack, hosts.exit_at_once():
         try:
-            config = parse_flags(Config(), sys.argv[1:] if argv is None else argv, __doc__)
+            others = parse_known(HostOptions(), arguments)
+            hosts.join(others, detect=argv is None)
+            with hosts.together():
+                config = parse_flags(Config(), arguments, __doc__)
+                if config.hosts != others:
+                    raise ValueError(f"{config.config}: only the command line can tell of other processes")
             run = prepare(config, stack)
         except (ValueError, OSError) as error:
             print(f"train.py: {first_line(error)}", file=sys.stderr)
+            return 2
+        except hosts.ElsewhereError:
             return 2
         if jax.process_index() > 0:
             stopped_by = train(config, run, None)
@@ -380,8 +413,10 @@ def main(argv: list[str] | None = None) -> int:
 
         corpus, run_dir = run.corpus, Path(config.run_dir)
         mesh = ", ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
+        if jax.process_count() > 1:
+            mesh += f" in {jax.process_count()} processes"
         print(f"corpus    {corpus.name}")
-        print(f"model     {num_params(run.program.state['model']) / 1e6:.2f}M parameters on {mesh}")
+        print(f"model     {num_params(run.state['model']) / 1e6:.2f}M parameters on {mesh}")
         tokens_per_step = config.batch_size * (corpus.train.shape[1] - 1)
         with Report(run_dir, to_flags(config), run.step, tokens_per_step) as report:
             stopped_by = train(config, run, report)
