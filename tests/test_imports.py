@@ -21,12 +21,23 @@ ALLOWED = {
     "_transplant": ({"_typing", "_clip"}, {"jax"}),
     "_presets": ({"_rule", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
     "_metrics": ({"_rule", "_clip", "_skip"}, {"jax"}),
+    "replay": ({"_typing", "_rule", "replay"}, {"jax", "numpy"}),
     "__init__": (
         {"_rule", "_clip", "_groups", "_loss_scale", "_metrics", "_presets", "_skip", "_transplant", "rules"},
         set(),
     ),
 }
-STANDARD = {"collections", "contextlib", "dataclasses", "functools", "inspect", "math", "sys", "typing"}
+STANDARD = {
+    "collections",
+    "contextlib",
+    "dataclasses",
+    "functools",
+    "inspect",
+    "itertools",
+    "math",
+    "sys",
+    "typing",
+}
 
 
 def part(path):

@@ -1,0 +1,145 @@
+"""Runs rules over recorded norms, with the very function that training runs."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zclip_jax._rule import Outcome, Rule, as_float, decide
+from zclip_jax._typing import PyTree
+
+
+class Replay(NamedTuple):
+    """What a rule decided on each recorded norm.
+
+    Args:
+      outcomes: an `Outcome` whose fields are arrays `[steps]`, or `[settings, steps]` from `sweep`.
+      state: the rule's state after the last norm; `clip_by_rule(rule, prior_norms=…)` starts from such a one.
+    """
+
+    outcomes: Outcome
+    state: PyTree
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """Counts and rates over the steps, as NumPy numbers, or arrays `[settings]`.
+
+        `longest_run` is of consecutive fired steps, between which steps that are not finite do not count;
+        `locked_in_from` is the step from which on every step fired, -1 if there is none or the run is shorter
+        than 50 steps.
+        """
+        fired, nonfinite = (np.asarray(getattr(self.outcomes, name)) for name in ("fired", "nonfinite"))
+        steps = fired.shape[-1]
+        counts = {
+            f"num_{name}": np.asarray(getattr(self.outcomes, name)).sum(-1)
+            for name in ("fired", "bound", "capped", "nonfinite")
+        }
+        rates = {
+            f"{name}_rate": counts[f"num_{name}"] / max(steps, 1) for name in ("fired", "bound", "capped")
+        }
+        runs = [_runs(*row) for row in zip(_rows(fired), _rows(nonfinite), strict=True)]
+        longest, locked = (np.reshape(x, fired.shape[:-1])[()] for x in zip(*runs, strict=True))
+        return {"num_steps": steps} | counts | rates | {"longest_run": longest, "locked_in_from": locked}
+
+
+LOCKED_IN = 50
+
+
+def _rows(x: np.ndarray) -> np.ndarray:
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def _runs(fired: np.ndarray, nonfinite: np.ndarray) -> tuple[int, int]:
+    kept = np.flatnonzero(~nonfinite)
+    edges = np.flatnonzero(np.diff(np.r_[0, fired[kept].astype(np.int8), 0]))
+    starts, ends = edges[::2], edges[1::2]
+    if not starts.size:
+        return 0, -1
+    open_ended = ends[-1] == kept.size and ends[-1] - starts[-1] >= LOCKED_IN
+    return int(np.max(ends - starts)), int(kept[starts[-1]]) if open_ended else -1
+
+
+def replay(rule: Rule, norms: Any, *, value: Any = None, **extras: Any) -> Replay:
+    """Runs `rule` over recorded norms.
+
+    Replay is open loop: it shows the thresholds and rates that the rule would have had on these norms, not the
+    loss, nor the norms that would have followed if it had acted.
+
+    Args:
+      rule: see `zclip_jax.rules`.
+      norms: 1-D, global norms before clipping, oldest first; NaN and infinite ones are counted and passed over.
+      value: 1-D of the same length, the losses, for rules that look at them.
+      **extras: further arguments of the rule, each an array with the steps along its leading axis.
+
+    Returns:
+      A `Replay` with arrays `[steps]`. Works under `jax.vmap` and `jax.jit`; its `summary` on concrete arrays.
+
+    Raises:
+      ValueError: `norms` is not one-dimensional, or another argument has another length.
+
+    Examples:
+      >>> from zclip_jax import rules
+      >>> from zclip_jax.replay import replay
+      >>> result = replay(rules.zscore(warmup_steps=4), [1.0, 1.1, 0.9, 1.0, 5.0, 1.0])
+      >>> result.outcomes.fired.tolist(), int(result.summary["num_fired"])
+      ([False, False, False, False, True, False], 1)
+    """
+    return _run(rule, *_inputs(norms, value, extras))
+
+
+def sweep(
+    rule_factory: Callable[..., Rule], norms: Any, *, value: Any = None, **grid: Sequence[float]
+) -> tuple[list[dict[str, float]], Replay]:
+    """Replays a rule with every combination of some hyperparameters, in one compiled call.
+
+    Args:
+      rule_factory: makes the rule from them, such as `rules.zscore` or a lambda.
+      norms: see `replay`.
+      value: see `replay`.
+      **grid: hyperparameters by name, each a sequence of numbers.
+
+    Returns:
+      The settings, a mapping each, and a `Replay` with arrays `[settings, steps]` in the same order.
+
+    Raises:
+      ValueError: `grid` is empty, or as `replay`.
+
+    Examples:
+      >>> from zclip_jax import rules
+      >>> from zclip_jax.replay import sweep
+      >>> settings, result = sweep(rules.fixed, [1.0, 2.0, 3.0], max_norm=[0.5, 2.5])
+      >>> settings[1], result.summary["num_fired"].tolist()
+      ({'max_norm': 2.5}, [3, 1])
+    """
+    if not grid:
+        raise ValueError("sweep needs at least one hyperparameter, such as z_thresh=[2.0, 2.5, 3.0]")
+    settings = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    columns = {name: jnp.asarray([setting[name] for setting in settings]) for name in grid}
+    inputs = _inputs(norms, value, {})
+    result = jax.jit(jax.vmap(lambda column: _run(rule_factory(**column), *inputs)))(columns)
+    return settings, result
+
+
+def _inputs(norms: Any, value: Any, extras: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+    if np.ndim(norms) != 1:
+        raise ValueError(f"norms must be one-dimensional, got an array of shape {np.shape(norms)}")
+    norms = as_float(norms)
+    rest = extras if value is None else extras | {"value": as_float(value)}
+    for name, x in rest.items():
+        if np.shape(x)[:1] != norms.shape:
+            raise ValueError(f"{name} must have {norms.size} steps like norms, got shape {np.shape(x)}")
+    return norms, rest
+
+
+def _run(rule: Rule, norms: jax.Array, extras: dict[str, Any]) -> Replay:
+    def step(state, inputs):
+        norm, extra_args = inputs
+        return decide(rule, norm, state, **extra_args)[::-1]
+
+    init = jax.tree.map(lambda x: jnp.asarray(x, jax.dtypes.result_type(x)), rule.init())
+    state, outcomes = jax.lax.scan(step, init, (norms, extras))
+    return Replay(outcomes, state)
