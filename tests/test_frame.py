@@ -7,7 +7,17 @@ import optax
 import pytest
 from optax import contrib
 
-from zclip_jax import autoclip, clip_by_rule, decide, gradient_stabilizer, metrics, rules, unscale, zclip
+from zclip_jax import (
+    adagc,
+    autoclip,
+    clip_by_rule,
+    decide,
+    gradient_stabilizer,
+    metrics,
+    rules,
+    unscale,
+    zclip,
+)
 
 
 def run(rule, norms):
@@ -120,6 +130,33 @@ def test_loss_aware_over_a_capped_rule_keeps_the_report_straight():
     assert bool(outcome.capped)
     outcome, _ = decide(rule, 3.0, state, value=jnp.nan)
     assert float(outcome.threshold) == 2.0
+
+
+def test_an_exploding_loss_does_not_lift_the_cap():
+    """No limit times a vanishing factor is no NaN."""
+    rule = rules.at_most(rules.loss_aware(rules.zscore()), 1.0)
+    state = rule.init()
+    for loss, norm in [(0.01, 5.0), (0.012, 5.0), (10.0, 5000.0)]:
+        outcome, state = decide(rule, norm, state, value=loss)
+        assert float(outcome.threshold) == 1.0
+        assert bool(outcome.capped)
+
+
+def test_loss_aware_of_a_negative_loss():
+    """A rise from -2 to -1 tightens."""
+    rule = rules.loss_aware(rules.fixed(1.0))
+    _, state = decide(rule, 1.0, rule.init(), value=-2.0)
+    assert float(decide(rule, 1.0, state, value=-1.0)[0].threshold) < 1.0
+
+
+def test_presets_under_inject_hyperparams():
+    for make, static in ((autoclip, "window"), (gradient_stabilizer, ()), (adagc, ())):
+        tx = optax.inject_hyperparams(make, static_args=static)()
+        grads = jnp.ones(3)
+        _, state = tx.update(grads, tx.init(grads), grads)
+        assert np.all(np.asarray(metrics(state)["zclip/num_steps"]) == 1)
+    with pytest.raises(ValueError, match=r"window must be a Python int, got an array; .* static_args"):
+        optax.inject_hyperparams(autoclip)().init(jnp.ones(1))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zclip_jax import adagc, clip_by_rule, group_names, metrics, rules
+from zclip_jax import adagc, clip_by_rule, group_names, metrics, rules, zclip
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -205,3 +205,30 @@ def test_another_tree_than_at_init():
         tx.update({"a": jnp.ones(2), "b": jnp.ones(2)}, state)
     with pytest.raises(ValueError, match="prior_norms needs granularity 'global', got 'leaf'"):
         clip_by_rule(rules.fixed(1.0), granularity="leaf", prior_norms=[1.0])
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan])
+def test_a_fault_in_one_tensor_does_not_reach_the_others_through_the_global_norm(bad):
+    tx = adagc(warmup_steps=3)
+    clean = {"a": jnp.full(4, 0.1), "b": jnp.full(4, 0.1)}
+    state = tx.init(clean)
+    updates, state = tx.update({"a": jnp.full(4, 50.0), "b": jnp.full(4, bad)}, state)
+    np.testing.assert_allclose(jnp.linalg.norm(updates["a"]), 1.0, rtol=1e-6)
+    for _ in range(5):
+        updates, state = tx.update(clean, state)
+    np.testing.assert_allclose(updates["a"], clean["a"], rtol=1e-6)
+
+
+def test_no_groups_at_all():
+    tx = clip_by_rule(rules.zscore(), granularity="leaf")
+    grads = {"step": jnp.asarray(1)}
+    updates, state = tx.update(grads, tx.init(grads))
+    assert updates == grads
+    assert state.num_steps.shape == (0,)
+
+
+def test_zclip_takes_granularity_and_space():
+    tx = zclip(space="log", granularity="leaf", max_grad_norm=1.0)
+    tree = random_tree(0)
+    updates, _ = tx.update(tree, tx.init(tree))
+    assert max(norms(updates)[:-1]) <= 1.0 + 1e-6

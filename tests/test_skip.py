@@ -167,3 +167,16 @@ def test_bad_arguments():
     tx, other = skip_by_rule(optax.sgd(1.0), rules.fixed(1.0)), clip_by_rule(rules.fixed(1.0)).init(PARAMS)
     with pytest.raises(ValueError, match="must be a SkipState, got a ClipState"):
         tx.update(PARAMS, other, PARAMS)
+
+
+def test_keys_of_the_metrics():
+    tx = skip_by_rule(optax.chain(zclip(), optax.adam(1e-3)), rules.sigma_skip())
+    logged = metrics(tx.init(PARAMS))
+    assert {"zclip/alarm", "zclip/num_skipped", "zclip/inner_state/0/grad_norm"} <= set(logged)
+
+
+def test_the_loss_reaches_the_inside_of_multi_steps():
+    inner = optax.MultiSteps(optax.chain(clip_by_rule(rules.loss_aware(rules.fixed(1.0))), optax.sgd(1.0)), 2)
+    tx = skip_by_rule(inner, rules.fixed(100.0))
+    _, state = tx.update(grads(1.0), tx.init(PARAMS), PARAMS, value=jnp.asarray(1.0))
+    assert int(state.num_skipped) == 0

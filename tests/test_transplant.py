@@ -1,11 +1,14 @@
 """`transplant`: optimizer state from one chain into another."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 
-from zclip_jax import clip_by_rule, rules, transplant, zclip
+from zclip_jax import clip_by_rule, rules, skip_by_rule, transplant, zclip
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(2)}
 GRADS = {"w": jnp.asarray([0.1, 0.2, 0.3]), "b": jnp.asarray([0.4, 0.5])}
@@ -82,3 +85,52 @@ def test_another_model_stays_fresh():
     assert_same(state, fresh)
     assert report.carried == ()
     assert report.fresh == ("0 ScaleByAdamState: the old one holds other arrays",)
+
+
+def test_a_wrapper_of_the_same_kind_goes_over_whole():
+    for make in (
+        lambda: optax.contrib.schedule_free_adamw(1e-2),
+        lambda: optax.inject_hyperparams(optax.adam)(1e-3),
+        lambda: skip_by_rule(optax.chain(zclip(), optax.adam(1e-3)), rules.sigma_skip()),
+    ):
+        old = after(make(), steps=3)
+        state, report = transplant(old, make().init(PARAMS))
+        assert_same(state, old)
+        assert report.fresh == report.dropped == ()
+
+
+def test_the_arrays_of_a_wrapper_go_over_where_they_fit():
+    old = after(optax.MultiSteps(optax.adam(1e-3), 4), steps=3)
+    state, report = transplant(old, optax.MultiSteps(optax.chain(zclip(), optax.adam(1e-3)), 4).init(PARAMS))
+    assert int(state.mini_step) == 3
+    assert_same(state.acc_grads, old.acc_grads)
+    assert_same(state.inner_opt_state[1], old.inner_opt_state)
+    assert report.dropped == ()
+
+
+def test_a_clip_state_goes_to_the_same_rule_not_to_the_first():
+    old = after(optax.chain(zclip(), optax.adam(1e-3)))
+    new = skip_by_rule(optax.chain(zclip(), optax.adam(1e-3)), rules.sigma_skip())
+    state, _ = transplant(old, new.init(PARAMS))
+    assert_same(state.inner_state, old)
+    assert int(state.clip_state.num_steps) == 0
+
+
+def test_logarithms_are_not_taken_for_norms():
+    old = after(clip_by_rule(rules.zscore()))
+    fresh = clip_by_rule(rules.zscore(space="log")).init(PARAMS)
+    state, report = transplant(old, fresh)
+    assert_same(state.rule_state, fresh.rule_state)
+    assert "only its totals" in report.fresh[0]
+
+
+def test_parameters_in_a_named_tuple():
+    class Params(NamedTuple):
+        w: jax.Array
+
+    params = Params(jnp.ones(3))
+    tx = optax.adam(1e-3)
+    _, old = tx.update(params, tx.init(params), params)
+    state, report = transplant(old, optax.chain(zclip(), tx).init(params))
+    assert_same(state[1], old)
+    assert report.carried == ("1/0 ScaleByAdamState",)

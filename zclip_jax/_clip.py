@@ -66,7 +66,7 @@ def clip_by_rule(
       granularity: what has a norm, statistics and a decision of its own: `"global"`, all leaves together;
         `"leaf"`, each leaf; or a function of a leaf's key path that returns the label of its group. State and
         metrics are then arrays `[groups]`, in the order of `group_names`. A group without gradients (an expert
-        without tokens, a frozen adapter) is not absorbed and not clipped.
+        without tokens, a frozen adapter) is not absorbed and not clipped, and a non-finite one is zeroed alone.
       stacked: function of a leaf's key path: whether its leading axis counts layers, stacked for a scan, each
         of which is then a group of its own. Inside `shard_map` that axis must not be split.
       axis_name: mapped axes over which leaves of the updates are split, where JAX cannot know: in `pmap` and
@@ -114,7 +114,7 @@ def clip_by_rule(
         groups = find_groups(params, granularity, stacked)
         if groups is None:
             return state
-        return jax.tree.map(lambda x: jnp.stack([x] * len(groups.names)), state)
+        return jax.tree.map(lambda x: jnp.repeat(x[None], len(groups.names), axis=0), state)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
@@ -130,7 +130,8 @@ def clip_by_rule(
             check_num_groups(state, groups)
             slots = groups.slots
             squares = square_sums(updates, axis_name, split, slots, len(groups.names))
-            whole = safe_sqrt(jnp.sum(squares))
+            # Of the groups that have one: a fault in one of them is no reason to scale the others.
+            whole = safe_sqrt(jnp.sum(jnp.where(jnp.isfinite(squares), squares, 0.0)))
             outcome, rule_state = jax.vmap(
                 lambda norm, state: decide(rule, norm, state, global_norm=whole, **extra_args)
             )(safe_sqrt(squares), state.rule_state)

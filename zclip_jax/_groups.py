@@ -65,7 +65,8 @@ def find_groups(tree: PyTree, granularity: Granularity, stacked: Stacked = None)
 
 def leaf_name(path: Any) -> str:
     """A key path as `"blocks/attention/wq"`."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    # Of a variable of flax's NNX the array is an attribute.
+    return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
 
 
 def group_names(

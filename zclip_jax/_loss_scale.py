@@ -35,7 +35,7 @@ def unscale(grads: PyTree, loss_scale: Any) -> PyTree:
         if not is_gradient(x):
             return x
         wide = jnp.promote_types(jnp.result_type(x), jnp.float32)
-        scale = jnp.asarray(loss_scale).astype(jnp.finfo(wide).dtype)
+        scale = jnp.asarray(loss_scale, jnp.finfo(wide).dtype)
         return jnp.asarray(x).astype(wide) / scale
 
     return jax.tree.map(divide, grads)

@@ -59,7 +59,14 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         )
     if len(found) == 1:
         return _read(found[0][1], "zclip")
-    return {key: x for path, node in found for key, x in _read(node, f"zclip/{_path_name(path)}").items()}
+    # The way from an optimizer to its one state tells nothing.
+    shared = all(_path_name(path[:1]) == "opt_state" for path, _ in found)
+    names = [_path_name(path[1:] if shared else path) for path, _ in found]
+    return {
+        key: x
+        for name, (_, node) in zip(names, found, strict=True)
+        for key, x in _read(node, f"zclip/{name}" if name else "zclip").items()
+    }
 
 
 def _find(tree, prefix=()):

@@ -35,7 +35,7 @@ def global_norm(tree: PyTree, axis_name: AxisNames = None, split: Any = None) ->
     """The L2 norm over all float and complex leaves of `tree`, each entry counted once.
 
     Squares are taken and summed in float32 (float64 for 64-bit leaves), so a norm above 1.8e19 overflows to
-    `inf` and one below 1e-22 underflows to 0. Each leaf is read once.
+    `inf` and one below about 1e-19 underflows to 0. Each leaf is read once.
 
     Under plain `jit` the arrays are global and a sum is all there is to it. Inside `shard_map` the type of a
     leaf names the mesh axes over which it varies. Where types carry nothing (`pmap`,

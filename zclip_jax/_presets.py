@@ -6,7 +6,7 @@ import optax
 
 from zclip_jax import rules
 from zclip_jax._clip import clip_by_rule
-from zclip_jax._groups import Granularity
+from zclip_jax._groups import Granularity, Stacked
 from zclip_jax._norm import AxisNames
 from zclip_jax._rule import check_number
 
@@ -24,7 +24,10 @@ def zclip(
     patience: Any = 25,
     robust_warmup: bool = False,
     min_rel_std: Any = 0.0,
+    space: str = "linear",
     prior_norms: Any = None,
+    granularity: Granularity = "global",
+    stacked: Stacked = None,
     axis_name: AxisNames = None,
     split: Any = None,
     nonfinite: str = "zero",
@@ -50,7 +53,10 @@ def zclip(
       patience: consecutive spikes after which raw norms are absorbed; None as published.
       robust_warmup: median and MAD of the warm-up norms in place of mean and standard deviation.
       min_rel_std: lower bound of the standard deviation as a multiple of the mean.
+      space: `"log"` judges by the logarithms of the norms, for a heavy tail; see `rules.zscore`.
       prior_norms: see `clip_by_rule`.
+      granularity: see `clip_by_rule`; the cap then holds for each group.
+      stacked: see `clip_by_rule`.
       axis_name: see `clip_by_rule`.
       split: see `clip_by_rule`.
       nonfinite: see `clip_by_rule`.
@@ -92,10 +98,13 @@ def zclip(
         patience=patience,
         robust_warmup=robust_warmup,
         min_rel_std=min_rel_std,
+        space=space,
     )
     return clip_by_rule(
         rules.at_most(rule, max_grad_norm),
         prior_norms=prior_norms,
+        granularity=granularity,
+        stacked=stacked,
         axis_name=axis_name,
         split=split,
         nonfinite=nonfinite,
@@ -103,20 +112,40 @@ def zclip(
     )
 
 
-def autoclip(p: Any = 10.0, window: int = 1000, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+def autoclip(
+    p: Any = 10.0,
+    window: Any = 1000,
+    *,
+    prior_norms: Any = None,
+    axis_name: AxisNames = None,
+    split: Any = None,
+    nonfinite: str = "zero",
+    observe_only: bool = False,
+) -> optax.GradientTransformationExtraArgs:
     """AutoClip: caps each step at a percentile of the last norms.
 
     Args:
       p: see `rules.percentile`.
       window: see `rules.percentile`.
-      **kwargs: see `clip_by_rule`.
+      prior_norms: see `clip_by_rule`.
+      axis_name: see `clip_by_rule`.
+      split: see `clip_by_rule`.
+      nonfinite: see `clip_by_rule`.
+      observe_only: see `clip_by_rule`.
 
     Examples:
       >>> import optax
       >>> from zclip_jax import autoclip
       >>> tx = optax.chain(autoclip(p=50.0), optax.adamw(3e-4))
     """
-    return clip_by_rule(rules.percentile(p, window), **kwargs)
+    return clip_by_rule(
+        rules.percentile(p, window),
+        prior_norms=prior_norms,
+        axis_name=axis_name,
+        split=split,
+        nonfinite=nonfinite,
+        observe_only=observe_only,
+    )
 
 
 def adagc(
@@ -126,7 +155,11 @@ def adagc(
     warmup_max_norm: Any = 1.0,
     *,
     granularity: Granularity = "leaf",
-    **kwargs: Any,
+    stacked: Stacked = None,
+    axis_name: AxisNames = None,
+    split: Any = None,
+    nonfinite: str = "zero",
+    observe_only: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """AdaGC: caps each tensor slightly above the moving mean of its own clipped norms.
 
@@ -136,30 +169,56 @@ def adagc(
       warmup_steps: see `rules.adagc`.
       warmup_max_norm: see `rules.adagc`.
       granularity: see `clip_by_rule`.
-      **kwargs: see `clip_by_rule`.
+      stacked: see `clip_by_rule`.
+      axis_name: see `clip_by_rule`.
+      split: see `clip_by_rule`.
+      nonfinite: see `clip_by_rule`.
+      observe_only: see `clip_by_rule`.
 
     Examples:
       >>> import optax
       >>> from zclip_jax import adagc
       >>> tx = optax.chain(adagc(), optax.adamw(3e-4))
     """
-    rule = rules.adagc(lam, decay, warmup_steps, warmup_max_norm)
-    return clip_by_rule(rule, granularity=granularity, **kwargs)
+    return clip_by_rule(
+        rules.adagc(lam, decay, warmup_steps, warmup_max_norm),
+        granularity=granularity,
+        stacked=stacked,
+        axis_name=axis_name,
+        split=split,
+        nonfinite=nonfinite,
+        observe_only=observe_only,
+    )
 
 
 def gradient_stabilizer(
-    decay1: Any = 0.6, decay2: Any = 0.999, **kwargs: Any
+    decay1: Any = 0.6,
+    decay2: Any = 0.999,
+    *,
+    axis_name: AxisNames = None,
+    split: Any = None,
+    nonfinite: str = "zero",
+    observe_only: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """GradientStabilizer: replaces the norm by the ratio of its moving moments.
 
     Args:
       decay1: see `rules.gradient_stabilizer`.
       decay2: see `rules.gradient_stabilizer`.
-      **kwargs: see `clip_by_rule`.
+      axis_name: see `clip_by_rule`.
+      split: see `clip_by_rule`.
+      nonfinite: see `clip_by_rule`.
+      observe_only: see `clip_by_rule`.
 
     Examples:
       >>> import optax
       >>> from zclip_jax import gradient_stabilizer
       >>> tx = optax.chain(gradient_stabilizer(), optax.adamw(3e-4))
     """
-    return clip_by_rule(rules.gradient_stabilizer(decay1, decay2), **kwargs)
+    return clip_by_rule(
+        rules.gradient_stabilizer(decay1, decay2),
+        axis_name=axis_name,
+        split=split,
+        nonfinite=nonfinite,
+        observe_only=observe_only,
+    )

@@ -74,7 +74,8 @@ class Rule(NamedTuple):
     Args:
       init: `() -> state`, a pytree of arrays whose structure, shapes and dtypes `update` keeps.
       update: `(norm, state, *, value=None, **extra_args) -> (Decision, state)`. `value` is the loss, where
-        the training loop passes it; unknown extra arguments are ignored.
+        the training loop passes it; `global_norm` the norm of all groups, where there are several. Unknown extra
+        arguments are ignored.
 
     Examples:
       A rule that allows twice the previous norm:
@@ -123,6 +124,7 @@ def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Out
     _check_scalars(decision)
 
     threshold = jnp.maximum(as_float(decision.threshold), 0.0)
+    threshold = jnp.where(jnp.isnan(threshold), jnp.inf, threshold)
     uncapped = threshold if decision.uncapped is None else as_float(decision.uncapped)
     fired = jnp.asarray(decision.fired, bool)
     scaled = finite & (norm > threshold)

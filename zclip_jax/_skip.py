@@ -48,7 +48,8 @@ def skip_by_rule(
     Such a step leaves parameters and the state of `inner` bit for bit as they were, schedules included. The
     updates it returns are negative zeros, which added to a number change nothing, not even the sign of a zero.
     Everything is selected, nothing multiplied. The rule decides only whether a step is skipped; to scale down as
-    well put `clip_by_rule` into `inner`.
+    well put `clip_by_rule` into `inner`. `clip_scale`, `bound` and `capped` in the metrics are what
+    `clip_by_rule` would have done.
 
     A step is never applied because too many were skipped before. Look at `zclip/alarm` in `metrics`.
 
@@ -84,7 +85,8 @@ def skip_by_rule(
     check_number("max_consecutive", max_consecutive, "an integer >= 1", lambda x: x >= 1 and x == int(x))
     if not hasattr(inner, "init") or not hasattr(inner, "update"):
         raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}")
-    inner = optax.with_extra_args_support(inner)
+    if not isinstance(inner, optax.MultiSteps):  # which takes them, but is no such transformation by type
+        inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> PyTree:
         state = SkipState(

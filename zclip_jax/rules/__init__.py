@@ -8,12 +8,13 @@ from zclip_jax.rules.gradient_stabilizer import GradientStabilizerState, gradien
 from zclip_jax.rules.percentile import PercentileState, percentile
 from zclip_jax.rules.sigma_skip import SigmaSkipState, sigma_skip
 from zclip_jax.rules.window_zscore import WindowState, window_zscore
-from zclip_jax.rules.zscore import ZScoreState, zscore
+from zclip_jax.rules.zscore import LogZScoreState, ZScoreState, zscore
 
 __all__ = [
     "AdaGCState",
     "EmaState",
     "GradientStabilizerState",
+    "LogZScoreState",
     "LossAwareState",
     "PercentileState",
     "SigmaSkipState",

@@ -1,17 +1,18 @@
 """The last norms in a ring buffer, and their mean and standard deviation."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from zclip_jax._rule import safe_sqrt
 
 
-def check_window(name: str, value: int, least: int) -> None:
+def check_window(name: str, value: Any, least: int) -> None:
     """Raises ValueError unless `value` can be the static length of a buffer."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.Array):
         raise ValueError(
-            f"{name} must be a Python int, got a traced value; with optax.inject_hyperparams name it in "
-            "static_args"
+            f"{name} must be a Python int, got an array; with optax.inject_hyperparams name it in static_args"
         )
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")

@@ -48,7 +48,7 @@ def at_most(rule: Rule, max_norm: Any) -> Rule:
         threshold = as_float(decision.threshold)
         capped = dataclasses.replace(
             decision,
-            threshold=jnp.minimum(threshold, as_float(max_norm)),
+            threshold=jnp.fmin(threshold, as_float(max_norm)),
             uncapped=threshold if decision.uncapped is None else decision.uncapped,
         )
         return capped, state
@@ -87,7 +87,7 @@ def bounded(rule: Rule, low: Any, high: Any) -> Rule:
     check_number("high", high, "a number >= 0", lambda x: x >= 0)
     if not any(isinstance(x, jax.core.Tracer) for x in (low, high)) and float(low) > float(high):
         raise ValueError(f"low must be at most high, got low={low!r} and high={high!r}")
-    return _with_threshold(rule, lambda t: jnp.clip(t, as_float(low), as_float(high)))
+    return _with_threshold(rule, lambda t: jnp.fmin(jnp.maximum(t, as_float(low)), as_float(high)))
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,16 @@ def loss_aware(
 ) -> Rule:
     r"""Tightens the threshold of another rule while the loss rises.
 
-    With the relative change of the loss :math:`r = (L - L_\text{prev}) / L_\text{prev}`:
+    With the relative change of the loss :math:`r = (L - L_\text{prev}) / |L_\text{prev}|`:
 
     .. math::
         t = \begin{cases} t_\text{rule}\, e^{-\text{eta}\, r} & \text{exponential} \\
                           t_\text{rule} \cdot \text{factor} \text{ where } r > \text{rise} & \text{step} \end{cases}
 
-    A falling loss loosens the exponential form. The first step, and one whose loss is not finite, leave the
-    threshold as it is. The loss must be passed: `tx.update(grads, state, params, value=loss)`.
+    It needs a rule that always sets a limit, such as `fixed`, `ema` or `percentile`: where `zscore` sees no
+    spike there is nothing to tighten. A falling loss loosens the exponential form. The first step, and one
+    whose loss is not finite, leave the threshold as it is. The loss must be passed:
+    `tx.update(grads, state, params, value=loss)`.
 
     Args:
       rule: the rule whose threshold is changed; what it absorbs is its own affair.
@@ -158,12 +160,13 @@ def loss_aware(
             )
         loss, last = as_float(value), as_float(state.last_loss)
         known = jnp.isfinite(loss) & jnp.isfinite(last) & (last != 0)
-        relative = jnp.where(known, (loss - last) / jnp.where(known, last, 1.0), 0.0)
+        relative = jnp.where(known, (loss - last) / jnp.where(known, jnp.abs(last), 1.0), 0.0)
         if form == "step":
             change = jnp.where(relative > as_float(rise), as_float(factor), 1.0)
         else:
             change = jnp.exp(-as_float(eta) * relative)
-        inner = _with_threshold(rule, lambda t: t * change)
+        # No limit stays none: infinity times an underflow would be NaN.
+        inner = _with_threshold(rule, lambda t: jnp.where(jnp.isfinite(t), t * change, t))
         decision, rule_state = inner.update(norm, state.rule_state, value=value, **extra_args)
         last = jnp.where(jnp.isfinite(loss), loss, last)
         return decision, LossAwareState(last_loss=last, rule_state=rule_state)

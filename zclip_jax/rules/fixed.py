@@ -15,7 +15,7 @@ def fixed(max_norm: Any) -> Rule:
     Absorbs nothing and has no warm-up.
 
     Args:
-      max_norm: the norm allowed, at least 0; a number or a traced scalar.
+      max_norm: the norm allowed, at least 0; a number, a traced scalar or a schedule.
 
     Returns:
       A `Rule` without state.

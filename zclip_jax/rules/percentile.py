@@ -26,7 +26,7 @@ class PercentileState:
 
 
 @takes_schedules
-def percentile(p: Any = 10.0, window: int = 1000) -> Rule:
+def percentile(p: Any = 10.0, window: Any = 1000) -> Rule:
     r"""Allows the p-th percentile of the last `window` norms, this step's included.
 
     Equal to `numpy.percentile` of the window, and to AutoClip as long as the history fits the window. The

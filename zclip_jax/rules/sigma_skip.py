@@ -26,7 +26,7 @@ class SigmaSkipState:
 
 
 @takes_schedules
-def sigma_skip(num_std: Any = 6.0, window: int = 128, warmup_steps: Any = 64) -> Rule:
+def sigma_skip(num_std: Any = 6.0, window: Any = 128, warmup_steps: Any = 64) -> Rule:
     r"""Calls a step a spike when its norm or its loss is far above those of the last `window` steps.
 
     With mean :math:`\mu` and standard deviation :math:`\sigma` (unbiased) of the steps before this one:

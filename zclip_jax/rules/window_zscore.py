@@ -26,7 +26,7 @@ class WindowState:
 
 @takes_schedules
 def window_zscore(
-    window: int = 100,
+    window: Any = 100,
     z_thresh: Any = 2.5,
     eps: Any = 1e-6,
     warmup_steps: Any = 25,

@@ -39,6 +39,11 @@ class ZScoreState:
     warmup_norms: Floats | None = None
 
 
+@dataclass(frozen=True)
+class LogZScoreState(ZScoreState):
+    """The statistics of `zscore(space="log")`, of logarithms: another type, so that none is taken for the other."""
+
+
 def judge(
     x: jax.Array, mean: jax.Array, std: jax.Array, z_max: jax.Array, eps: jax.Array, strategy: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -111,7 +116,7 @@ def zscore(
         a heavy tail. The statistics reported are then those of the logarithms.
 
     Returns:
-      A `Rule` whose state is a `ZScoreState`.
+      A `Rule` whose state is a `ZScoreState`, or a `LogZScoreState`.
 
     Raises:
       ValueError: an argument is outside the range given above.
@@ -149,7 +154,7 @@ def zscore(
 
     def init():
         buffer = jnp.zeros(int(warmup_steps), jnp.result_type(float)) if robust_warmup else None
-        return ZScoreState(
+        return (LogZScoreState if log else ZScoreState)(
             num_norms=jnp.zeros((), jnp.int32),
             mean=as_float(jnp.zeros(())),
             var=as_float(jnp.zeros(())),
