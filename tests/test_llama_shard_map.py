@@ -191,6 +191,7 @@ def test_types_of_other_models(changes):
     assert jax.tree.map(jnp.shape, new_state) == jax.tree.map(jnp.shape, state)
 
 
+@pytest.mark.slow
 def test_main(monkeypatch, capsys):
     monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(LLAMA, vocab_size=256))
     monkeypatch.setattr(shard_map_step, "DataConfig", lambda: DataConfig(__file__))

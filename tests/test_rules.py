@@ -253,6 +253,7 @@ def test_eight_devices_decide_as_one(case, mapped):
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_every_rule_in_every_wrapper(wrapper):
     """State of the same types after as before, the same decisions as alone, metrics readable."""
