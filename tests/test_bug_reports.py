@@ -1,4 +1,7 @@
-"""Small inputs that broke other clipping code, each with the right value; who met it in brackets."""
+"""Small inputs that broke other clipping code, each with the right value; who met it in brackets.
+
+The cases are numbered; 15, 21 and 22 are in test_checkpoint.py, 20 in test_skip.py.
+"""
 
 import functools
 import inspect
@@ -36,7 +39,7 @@ def assert_same(a, b):
 
 
 def test_threshold_of_exactly_zero():
-    """0/0 [optax 1752]"""
+    """Case 1: 0/0 [optax 1752]"""
     for tx in (
         fixed(0.0),
         zclip(max_grad_norm=0.0),
@@ -48,7 +51,7 @@ def test_threshold_of_exactly_zero():
 
 
 def test_float16_squares_do_not_overflow():
-    """[burn 5699]"""
+    """Case 2: [burn 5699]"""
     grads = jnp.asarray([300.0], jnp.float16)
     updates, state = fixed().update(grads, fixed().init(grads))
     assert float(state.last.grad_norm) == 300.0
@@ -56,7 +59,7 @@ def test_float16_squares_do_not_overflow():
 
 
 def test_finite_gradients_whose_squares_overflow():
-    """[ferx-core 1112]"""
+    """Case 3: [ferx-core 1112]"""
     _, before = feed(zclip(), np.full(40, 0.5))
     grads = jnp.asarray([3e19, 4e19], jnp.float32)
     updates, after = zclip().update(grads, before)
@@ -74,7 +77,7 @@ def test_finite_gradients_whose_squares_overflow():
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_infinite_gradients(bad):
-    """[pytorch 46849, tensorflow 21363]"""
+    """Case 4: [pytorch 46849, tensorflow 21363]"""
     tx = zclip(prior_norms=np.tile([0.9, 1.1], 100))
     state = tx.init(jnp.zeros(2))
     updates, after = tx.update(jnp.asarray([bad, 1.0]), state)
@@ -92,7 +95,7 @@ def test_nonfinite_propagate():
 
 
 def test_nan_does_not_poison_statistics():
-    """[mlx-lm 1658, icefall 1292]"""
+    """Case 5: [mlx-lm 1658, icefall 1292]"""
     tx = zclip(max_grad_norm=None)
     _, before = feed(tx, np.ones(40))
     _, after = feed(tx, [np.nan], before)
@@ -114,18 +117,18 @@ def check_dtypes(grad_dtype):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_dtypes_without_x64(dtype, strict):
-    """[optax 1051, flax 924]"""
+    """Case 6: [optax 1051, flax 924]"""
     check_dtypes(dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_dtypes_with_x64(dtype, x64, strict):
-    """[optax 1051, flax 924]"""
+    """Case 6: [optax 1051, flax 924]"""
     check_dtypes(dtype)
 
 
 def test_bfloat16_in_multi_steps_and_as_a_scan_carry():
-    """[optax 377]"""
+    """Case 7: [optax 377]"""
     tx = optax.MultiSteps(zclip(), 2)
     params = jnp.ones(4, jnp.bfloat16)
 
@@ -143,7 +146,7 @@ def test_bfloat16_in_multi_steps_and_as_a_scan_carry():
 
 
 def test_no_weak_types_and_one_trace():
-    """[optax 1440]"""
+    """Case 8: [optax 1440]"""
     tx = zclip()
     state = tx.init(jnp.ones(2))
     assert not any(x.weak_type for x in jax.tree.leaves(state))
@@ -162,7 +165,7 @@ def test_no_weak_types_and_one_trace():
 @pytest.mark.parametrize("kwargs", [{}, {"robust_warmup": True}, {"prior_norms": np.ones(30)}])
 @pytest.mark.parametrize("jit_init", [False, True])
 def test_donation_straight_from_init(kwargs, jit_init):
-    """[optax 1059]"""
+    """Case 9: [optax 1059]"""
     tx = optax.chain(zclip(**kwargs), optax.adam(1e-3))
     params = {"w": jnp.ones(3)}
     state = (jax.jit(tx.init) if jit_init else tx.init)(params)
@@ -174,7 +177,7 @@ def test_donation_straight_from_init(kwargs, jit_init):
 
 
 def test_threshold_is_mean_plus_k_std():
-    """Not k std alone [OLMo-core 43]"""
+    """Case 10: Not k std alone [OLMo-core 43]"""
     rule = rules.zscore(z_thresh=6.0, strategy="max")
     state = rule.init()
     for norm in np.tile([99.0, 101.0], 200):
@@ -189,7 +192,7 @@ def test_threshold_is_mean_plus_k_std():
     [(1.00001, True, False), (1.000002, False, False), (10.0, True, True)],
 )
 def test_zero_variance_after_warmup(norm, published, floored, x64):
-    """Published: 2.5e-6 above a constant is a spike; a floor on the standard deviation ends that."""
+    """Case 11: Published: 2.5e-6 above a constant is a spike; a floor on the standard deviation ends that."""
     for rule, fires in (
         (rules.zscore(), published),
         (rules.zscore(min_rel_std=0.05), floored),
@@ -205,7 +208,7 @@ def test_zero_variance_after_warmup(norm, published, floored, x64):
 
 
 def test_frozen_parameters_do_not_count():
-    """[maxtext 5290, scenic 1102]"""
+    """Case 12: [maxtext 5290, scenic 1102]"""
     grads = {"train": jnp.asarray([3.0, 4.0]), "frozen": jnp.asarray([100.0])}
     masked = optax.masked(fixed(), {"train": True, "frozen": False})
     partitioned = optax.partition(
@@ -220,7 +223,7 @@ def test_frozen_parameters_do_not_count():
 
 @pytest.mark.parametrize("grads", [{}, (), jnp.zeros((0, 3)), {"a": None}])
 def test_empty_trees(grads):
-    """[optax 1065, Megatron 5529]"""
+    """Case 13: [optax 1065, Megatron 5529]"""
     tx = zclip()
     updates, state = tx.update(grads, tx.init(grads))
     assert jax.tree.structure(updates) == jax.tree.structure(grads)
@@ -229,7 +232,7 @@ def test_empty_trees(grads):
 
 
 def test_odd_leaves():
-    """[equinox 69]"""
+    """Case 14: [equinox 69]"""
     grads = {
         "int": jnp.asarray([100, 100], jnp.int8),
         "float": jnp.asarray([3.0, 0.0]),
@@ -259,7 +262,7 @@ def test_float0_gradients_of_integer_parameters():
 
 
 def test_accumulation():
-    """One clipped update and one sample per applied step, inside MultiSteps [transformers 986, gpt-jax 2]"""
+    """Case 16: One clipped update and one sample per applied step, inside MultiSteps [transformers 986, gpt-jax 2]"""
     params = jnp.zeros(2)
     grads = [jnp.asarray([2.0, 0.0]), jnp.asarray([0.0, 2.0])]
 
@@ -279,7 +282,7 @@ def test_accumulation():
 
 
 def test_sharded_norm():
-    """The root of the sum over all devices, not a mean of roots [Automodel 3816, DeepSpeed 8478]"""
+    """Case 17: The root of the sum over all devices, not a mean of roots [Automodel 3816, DeepSpeed 8478]"""
     tx = fixed(axis_name="x")
     mapped = jax.pmap(lambda g: tx.update(g, tx.init(g))[1].last.grad_norm, "x")
     np.testing.assert_array_equal(mapped(jnp.asarray([3.0, 4.0, 0.0, 0.0])), np.full(4, 5.0))
@@ -300,6 +303,7 @@ def test_sharded_norm_in_shard_map():
 
 
 def test_average_first_then_clip():
+    """Case 18."""
     grads = jnp.asarray([[3.0, 4.0], [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]])
 
     def clip(g):
@@ -312,7 +316,7 @@ def test_average_first_then_clip():
 
 
 def test_loss_scale_is_taken_out_first():
-    """An overflow under the old scale leaves the statistics as they were [Lightning 9330, flax 2547]"""
+    """Case 19: An overflow under the old scale leaves the statistics as they were [Lightning 9330, flax 2547]"""
     tx = zclip()
     state = tx.init(jnp.zeros(2))
     grads = jnp.asarray([0.6, 0.8])
@@ -326,7 +330,7 @@ def test_loss_scale_is_taken_out_first():
 
 
 def test_state_bytes_are_constant():
-    """[autoclip 6]"""
+    """Case 27: [autoclip 6]"""
     tx = zclip(robust_warmup=True)
     state = tx.init(jnp.zeros(1))
 
@@ -339,7 +343,7 @@ def test_state_bytes_are_constant():
 
 
 def test_injected_equals_direct():
-    """[optax 1532]"""
+    """Case 23: [optax 1532]"""
     norms = np.random.default_rng(0).lognormal(0.0, 0.3, 200)
     direct, injected = zclip(), optax.inject_hyperparams(zclip)()
     state, injected_state = direct.init(jnp.zeros(1)), injected.init(jnp.zeros(1))
@@ -352,7 +356,7 @@ def test_injected_equals_direct():
 
 
 def test_lock_in():
-    """[Megatron 5394, senpai 978]"""
+    """Case 24: [Megatron 5394, senpai 978]"""
     norms = [*np.tile([0.9, 1.1], 60), *np.full(2000, 10.0)]
     fired = {}
     for patience in (None, 25):
@@ -376,6 +380,7 @@ def test_lock_in_published_mean():
 
 
 def test_spike_in_warmup():
+    """Case 25."""
     norms = np.ones(25)
     norms[12] = 100.0
     for kwargs, mean, std in (({}, 4.96, 19.40), ({"robust_warmup": True}, 1.0, 0.0)):
@@ -388,7 +393,7 @@ def test_spike_in_warmup():
 
 
 def test_metrics_show_that_clipping_works():
-    """[DeepSpeed 7220, trl 3312]"""
+    """Case 26: [DeepSpeed 7220, trl 3312]"""
     updates, state = feed(zclip(), [10.0])
     logged = metrics(state)
     assert float(logged["zclip/grad_norm"]) == 10.0
@@ -398,7 +403,7 @@ def test_metrics_show_that_clipping_works():
 
 
 def test_returned_arrays_have_the_reported_norm():
-    """[aprender 2112]"""
+    """Case 28: [aprender 2112]"""
     tx = zclip(max_grad_norm=None)
     state = tx.init(jnp.zeros(2))
     direction = jnp.asarray([0.6, 0.8])

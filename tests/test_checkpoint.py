@@ -61,7 +61,7 @@ def through_msgpack(tree, like, path):
 @pytest.mark.parametrize("stop", [10, 30])
 @pytest.mark.parametrize("kwargs", [{}, {"robust_warmup": True}], ids=["plain", "robust"])
 def test_a_resumed_run_is_the_uninterrupted_one(stop, kwargs, tmp_path):
-    """Stopped in mid warm-up and after it, bit for bit [brax 655]"""
+    """Case 22: Stopped in mid warm-up and after it, bit for bit [brax 655]"""
     tx = optimizer(**kwargs)
     whole = train(tx, NORMS, PARAMS, tx.init(PARAMS))
     first, params, state = train(tx, NORMS[:stop], PARAMS, tx.init(PARAMS))
@@ -81,7 +81,7 @@ def test_a_lost_state_is_visible():
 
 @pytest.mark.parametrize("through", [through_orbax, through_msgpack])
 def test_restored_state_has_the_same_types(through, tmp_path):
-    """[flax 1429, ferminet 105]"""
+    """Case 21: [flax 1429, ferminet 105]"""
     tx = optimizer()
     _, _, state = train(tx, NORMS[:5], PARAMS, tx.init(PARAMS))
     old = tx.init(PARAMS)
@@ -148,7 +148,7 @@ def test_nnx_optimizer():
 
 
 def test_nnx_checkpoint(tmp_path):
-    """One step, save, restore, one step equals two steps [flax 4423]"""
+    """Case 15: One step, save, restore, one step equals two steps [flax 4423]"""
 
     def fresh():
         model = Linear()

@@ -115,7 +115,7 @@ def test_alarm():
 
 
 def test_skip_that_is_one():
-    """1.0, then NaN: Adam's count, mu, nu and the parameters stay [levanter 973]"""
+    """Case 20: 1.0, then NaN: Adam's count, mu, nu and the parameters stay [levanter 973]"""
     tx = skip_by_rule(optax.chain(zclip(), optax.adam(0.1)), rules.sigma_skip())
     params = jnp.ones(1)
     updates, state = tx.update(jnp.ones(1), tx.init(params), params)
