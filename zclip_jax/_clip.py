@@ -10,7 +10,7 @@ import optax
 from zclip_jax._flax import register_with_flax
 from zclip_jax._groups import Granularity, Groups, Stacked, check_granularity, find_groups
 from zclip_jax._norm import AxisNames, accumulator_dtype, global_norm, is_gradient, square_sums
-from zclip_jax._rule import Outcome, Rule, as_float, check_choice, decide, safe_sqrt
+from zclip_jax._rule import Outcome, Rule, as_float, check_choice, decide, decide_all, init_state, safe_sqrt
 from zclip_jax._typing import IntEach, PyTree, dataclass
 
 NONFINITE = ("zero", "propagate")
@@ -120,7 +120,7 @@ def clip_by_rule(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         del params
-        check_clip_state(state)
+        check_state(state, ClipState)
         groups = find_groups(updates, granularity, stacked)
         if groups is None:
             norm = global_norm(updates, axis_name, split)
@@ -165,11 +165,11 @@ def check_split(axis_name: AxisNames, split: Any) -> None:
         raise ValueError(f"split needs axis_name, the axes that it speaks of; got split={split!r} alone")
 
 
-def check_clip_state(state: Any) -> None:
-    """Raises ValueError for the state of another transformation."""
-    if not isinstance(state, ClipState):
+def check_state(state: Any, kind: type) -> None:
+    """Raises ValueError for the state of another transformation than the one whose state is a `kind`."""
+    if not isinstance(state, kind):
         raise ValueError(
-            f"the state of this transformation must be a ClipState, got a {type(state).__name__}: was the "
+            f"the state of this transformation must be a {kind.__name__}, got a {type(state).__name__}: was the "
             "optimizer state made by another chain?"
         )
 
@@ -186,12 +186,10 @@ def check_num_groups(state: ClipState, groups: Groups) -> None:
 
 def init_clip_state(rule: Rule, prior_norms: Any = None) -> ClipState:
     """The state before the first step, with `prior_norms` absorbed."""
-    # Strongly typed arrays, so that no update can change a type.
-    rule_state = jax.tree.map(lambda x: jnp.asarray(x, jax.dtypes.result_type(x)), rule.init())
-    if prior_norms is not None:
-        rule_state, _ = jax.lax.scan(
-            lambda state, norm: decide(rule, norm, state)[::-1], rule_state, as_float(prior_norms)
-        )
+    if prior_norms is None:
+        rule_state = init_state(rule)
+    else:
+        _, rule_state = decide_all(rule, as_float(prior_norms))
     state = ClipState(
         rule_state=rule_state,
         last=Outcome(

@@ -155,6 +155,22 @@ def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Out
     return outcome, state
 
 
+def init_state(rule: Rule) -> PyTree:
+    """The rule's state as strongly typed arrays, so that no update can change a type."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jax.dtypes.result_type(x)), rule.init())
+
+
+def decide_all(rule: Rule, norms: jax.Array, **extra_args: jax.Array) -> tuple[Outcome, PyTree]:
+    """Runs `decide` from the first state over `norms` `[steps]`; the outcomes `[steps]`, and the last state."""
+
+    def step(state, inputs):
+        norm, extra_args = inputs
+        return decide(rule, norm, state, **extra_args)[::-1]
+
+    state, outcomes = jax.lax.scan(step, init_state(rule), (norms, extra_args))
+    return outcomes, state
+
+
 def _check_scalars(decision: Decision) -> None:
     for field in dataclasses.fields(decision):
         value = getattr(decision, field.name)
@@ -183,6 +199,11 @@ def check_number(name: str, value: Any, accepted: str, ok: Callable[[Any], bool]
     real = jnp.issubdtype(number.dtype, jnp.integer) or jnp.issubdtype(number.dtype, jnp.floating)
     if not (real and number.ndim == 0 and ok(number)):
         raise ValueError(f"{name} must be {accepted}, got {value!r}")
+
+
+def check_count(name: str, value: Any, least: int, accepted: str = "") -> None:
+    """Raises ValueError unless `value` is a whole number of at least `least`; traced values pass unseen."""
+    check_number(name, value, f"an integer >= {least}{accepted}", lambda x: x >= least and x == int(x))
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zclip_jax._clip import ClipState, check_rule, check_split, count, init_clip_state
+from zclip_jax._clip import ClipState, check_rule, check_split, check_state, count, init_clip_state
 from zclip_jax._flax import register_with_flax
 from zclip_jax._norm import AxisNames, global_norm, is_gradient
-from zclip_jax._rule import Rule, check_number, decide
+from zclip_jax._rule import Rule, check_count, decide
 from zclip_jax._typing import BoolScalar, IntScalar, PyTree, dataclass
 
 
@@ -82,7 +82,7 @@ def skip_by_rule(
     """
     check_rule(rule)
     check_split(axis_name, split)
-    check_number("max_consecutive", max_consecutive, "an integer >= 1", lambda x: x >= 1 and x == int(x))
+    check_count("max_consecutive", max_consecutive, least=1)
     if not hasattr(inner, "init") or not hasattr(inner, "update"):
         raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}")
     if not isinstance(inner, optax.MultiSteps):  # which takes them, but is no such transformation by type
@@ -103,11 +103,7 @@ def skip_by_rule(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        if not isinstance(state, SkipState):
-            raise ValueError(
-                f"the state of this transformation must be a SkipState, got a {type(state).__name__}: was the "
-                "optimizer state made by another chain?"
-            )
+        check_state(state, SkipState)
         norm = global_norm(updates, axis_name, split)
         seen = state.clip_state
         outcome, rule_state = decide(rule, norm, seen.rule_state, global_norm=norm, **extra_args)

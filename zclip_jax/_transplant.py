@@ -65,9 +65,10 @@ def transplant(old_opt_state: PyTree, new_opt_state: PyTree) -> tuple[PyTree, Tr
 
     def find(new: Any, same_arrays: bool) -> Any:
         for _, old in old_nodes:
+            if type(old).__name__ != type(new).__name__ or id(old) in taken:
+                continue
             # What fits another state whole is not given away in parts.
-            fits = _spec(old) == _spec(new) if same_arrays else _spec(old) not in wanted
-            if fits and type(old).__name__ == type(new).__name__ and id(old) not in taken:
+            if _spec(old) == _spec(new) if same_arrays else _spec(old) not in wanted:
                 return old
         return None
 
@@ -87,10 +88,9 @@ def transplant(old_opt_state: PyTree, new_opt_state: PyTree) -> tuple[PyTree, Tr
             carried.append(name)
             return take(old)
         old = find(new, same_arrays=False)
+        why = "the old chain has none" if old is None else "the old one holds other arrays"
         if isinstance(new, ClipState):
-            fresh.append(
-                f"{name}: " + ("the old chain has none" if old is None else "the old one holds other arrays")
-            )
+            fresh.append(f"{name}: {why}")
             if old is None or jnp.shape(old.num_steps) != jnp.shape(new.num_steps):
                 return new
             fresh[-1] += ", only its totals are carried"
@@ -98,9 +98,7 @@ def transplant(old_opt_state: PyTree, new_opt_state: PyTree) -> tuple[PyTree, Tr
             return dataclasses.replace(new, **{total: getattr(old, total) for total in TOTALS})
         children, structure = _one_level(new)
         if not any(_holds_named(child) for _, child in children):
-            fresh.append(
-                f"{name}: " + ("the old chain has none" if old is None else "the old one holds other arrays")
-            )
+            fresh.append(f"{name}: {why}")
             return new
         # A wrapper: what is inside finds its own way, and its own arrays come from one of its kind.
         own = (

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zclip_jax._rule import Outcome, Rule, as_float, decide
+from zclip_jax._rule import Outcome, Rule, as_float, decide_all
 from zclip_jax._typing import PyTree
 
 
@@ -88,7 +88,8 @@ def replay(rule: Rule, norms: Any, *, value: Any = None, **extras: Any) -> Repla
       >>> result.outcomes.fired.tolist(), int(result.summary["num_fired"])
       ([False, False, False, False, True, False], 1)
     """
-    return _run(rule, *_inputs(norms, value, extras))
+    norms, extras = _inputs(norms, value, extras)
+    return Replay(*decide_all(rule, norms, **extras))
 
 
 def sweep(
@@ -119,9 +120,9 @@ def sweep(
         raise ValueError("sweep needs at least one hyperparameter, such as z_thresh=[2.0, 2.5, 3.0]")
     settings = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     columns = {name: jnp.asarray([setting[name] for setting in settings]) for name in grid}
-    inputs = _inputs(norms, value, {})
-    result = jax.jit(jax.vmap(lambda column: _run(rule_factory(**column), *inputs)))(columns)
-    return settings, result
+    norms, extras = _inputs(norms, value, {})
+    outcomes = jax.jit(jax.vmap(lambda column: decide_all(rule_factory(**column), norms, **extras)))(columns)
+    return settings, Replay(*outcomes)
 
 
 def _inputs(norms: Any, value: Any, extras: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
@@ -133,13 +134,3 @@ def _inputs(norms: Any, value: Any, extras: dict[str, Any]) -> tuple[jax.Array, 
         if np.shape(x)[:1] != norms.shape:
             raise ValueError(f"{name} must have {norms.size} steps like norms, got shape {np.shape(x)}")
     return norms, rest
-
-
-def _run(rule: Rule, norms: jax.Array, extras: dict[str, Any]) -> Replay:
-    def step(state, inputs):
-        norm, extra_args = inputs
-        return decide(rule, norm, state, **extra_args)[::-1]
-
-    init = jax.tree.map(lambda x: jnp.asarray(x, jax.dtypes.result_type(x)), rule.init())
-    state, outcomes = jax.lax.scan(step, init, (norms, extras))
-    return Replay(outcomes, state)

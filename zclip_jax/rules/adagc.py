@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_number
+from zclip_jax._rule import Decision, Rule, as_float, check_count, check_number
 from zclip_jax._typing import FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
@@ -64,7 +64,7 @@ def adagc(lam: Any = 1.05, decay: Any = 0.98, warmup_steps: Any = 100, warmup_ma
     """
     check_number("lam", lam, "a number >= 1", lambda x: x >= 1)
     check_number("decay", decay, "a number in [0, 1)", lambda x: 0 <= x < 1)
-    check_number("warmup_steps", warmup_steps, "an integer >= 1", lambda x: x >= 1 and x == int(x))
+    check_count("warmup_steps", warmup_steps, least=1)
     check_number("warmup_max_norm", warmup_max_norm, "a number > 0", lambda x: x > 0)
 
     def init():

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_number
+from zclip_jax._rule import Decision, Rule, as_float, check_count, check_number
 from zclip_jax._typing import Floats, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 from zclip_jax.rules._window import check_window, mean_and_std, push
@@ -64,7 +64,7 @@ def sigma_skip(num_std: Any = 6.0, window: Any = 128, warmup_steps: Any = 64) ->
     """
     check_number("num_std", num_std, "a number > 0", lambda x: x > 0)
     check_window("window", window, least=2)
-    check_number("warmup_steps", warmup_steps, "an integer >= 2", lambda x: x >= 2 and x == int(x))
+    check_count("warmup_steps", warmup_steps, least=2)
 
     def init():
         dtype = jnp.result_type(float)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_choice, check_number
+from zclip_jax._rule import Decision, Rule, as_float, check_choice, check_count, check_number
 from zclip_jax._typing import Floats, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 from zclip_jax.rules._window import check_window, mean_and_std, push
@@ -67,7 +67,7 @@ def window_zscore(
     check_window("window", window, least=2)
     check_number("z_thresh", z_thresh, "a number > 0", lambda x: x > 0)
     check_number("eps", eps, "a number > 0", lambda x: x > 0)
-    check_number("warmup_steps", warmup_steps, "an integer >= 1", lambda x: x >= 1 and x == int(x))
+    check_count("warmup_steps", warmup_steps, least=1)
     check_number("clip_factor", clip_factor, "a number > 0", lambda x: x > 0)
     check_number("min_rel_std", min_rel_std, "a number >= 0", lambda x: x >= 0)
     check_choice("strategy", strategy, STRATEGIES)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_choice, check_number, safe_sqrt
+from zclip_jax._rule import Decision, Rule, as_float, check_choice, check_count, check_number, safe_sqrt
 from zclip_jax._typing import Floats, FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
@@ -137,7 +137,7 @@ def zscore(
     check_number("alpha", alpha, "a number in [0, 1)", lambda x: 0 <= x < 1)
     check_number("z_thresh", z_thresh, "a number > 0", lambda x: x > 0)
     check_number("eps", eps, "a number > 0", lambda x: x > 0)
-    check_number("warmup_steps", warmup_steps, "an integer >= 1", lambda x: x >= 1 and x == int(x))
+    check_count("warmup_steps", warmup_steps, least=1)
     check_number("clip_factor", clip_factor, "a number > 0", lambda x: x > 0)
     check_number("min_rel_std", min_rel_std, "a number >= 0", lambda x: x >= 0)
     check_choice("strategy", strategy, STRATEGIES)
@@ -145,7 +145,7 @@ def zscore(
     check_choice("space", space, SPACES)
     log = space == "log"
     if patience is not None:
-        check_number("patience", patience, "an integer >= 1 or None", lambda x: x >= 1 and x == int(x))
+        check_count("patience", patience, least=1, accepted=" or None")
     if robust_warmup and isinstance(warmup_steps, jax.core.Tracer):
         raise ValueError(
             "robust_warmup needs a warmup_steps that is a Python int, got a traced value; with "
