@@ -180,6 +180,20 @@ def _check_scalars(decision: Decision) -> None:
             )
 
 
+def unfused(product: jax.Array) -> jax.Array:
+    """`product`, to be rounded before it enters a sum.
+
+    Compilers fuse the two in some programs and not in others, so that training and replay would differ in the
+    last digit. They leave the sum of a select alone, though no number takes its other side.
+    """
+    return jnp.where(jnp.isnan(product), 0.0, product)
+
+
+def moving_mean(mean: jax.Array, x: jax.Array, decay: jax.Array) -> jax.Array:
+    """`decay * mean + (1 - decay) * x`."""
+    return mean + unfused((1 - decay) * (x - mean))
+
+
 def safe_sqrt(x: jax.Array) -> jax.Array:
     """The square root of `x` >= 0, with derivative 0 instead of infinity at 0."""
     zero = x == 0

@@ -1,5 +1,6 @@
 """Runs rules over recorded norms, with the very function that training runs."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -89,7 +90,18 @@ def replay(rule: Rule, norms: Any, *, value: Any = None, **extras: Any) -> Repla
       ([False, False, False, False, True, False], 1)
     """
     norms, extras = _inputs(norms, value, extras)
-    return Replay(*decide_all(rule, norms, **extras))
+    return Replay(*_decide_all(rule, norms, **extras))
+
+
+# Compiled once for a rule, and once for a factory: later calls with as many steps are at full speed.
+_decide_all = jax.jit(decide_all, static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _decide_grid(
+    rule_factory: Callable[..., Rule], columns: dict[str, jax.Array], norms: jax.Array, extras: Any
+) -> Any:
+    return jax.vmap(lambda column: decide_all(rule_factory(**column), norms, **extras))(columns)
 
 
 def sweep(
@@ -121,8 +133,7 @@ def sweep(
     settings = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     columns = {name: jnp.asarray([setting[name] for setting in settings]) for name in grid}
     norms, extras = _inputs(norms, value, {})
-    outcomes = jax.jit(jax.vmap(lambda column: decide_all(rule_factory(**column), norms, **extras)))(columns)
-    return settings, Replay(*outcomes)
+    return settings, Replay(*_decide_grid(rule_factory, columns, norms, extras))
 
 
 def _inputs(norms: Any, value: Any, extras: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_count, check_number
+from zclip_jax._rule import Decision, Rule, as_float, check_count, check_number, moving_mean
 from zclip_jax._typing import FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
@@ -86,7 +86,7 @@ def adagc(lam: Any = 1.05, decay: Any = 0.98, warmup_steps: Any = 100, warmup_ma
         clipped = jnp.minimum(norm, threshold)
         # Until the first norm the mean is infinite, and must not meet a product with 0.
         started = jnp.where(jnp.isfinite(mean), mean, clipped)
-        moved = as_float(decay) * started + (1 - as_float(decay)) * clipped
+        moved = moving_mean(started, clipped, as_float(decay))
         decision = Decision(
             threshold=threshold, z_score=0.0, fired=fired, mean=jnp.where(jnp.isfinite(mean), mean, 0.0)
         )

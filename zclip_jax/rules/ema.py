@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_number
+from zclip_jax._rule import Decision, Rule, as_float, check_number, moving_mean, unfused
 from zclip_jax._typing import FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 from zclip_jax.rules.combinators import bounded
@@ -77,10 +77,10 @@ def ema(
     def update(norm, state, **extra_args):
         del extra_args
         first, mean = state.num_norms == 0, as_float(state.mean)
-        threshold = as_float(a) * mean + as_float(b) * as_float(base)
+        threshold = unfused(as_float(a) * mean) + as_float(b) * as_float(base)
         threshold = jnp.where(first, jnp.inf, threshold)
         decision = Decision(threshold=threshold, z_score=0.0, fired=norm > threshold, mean=mean)
-        new_mean = as_float(decay) * mean + (1 - as_float(decay)) * norm
+        new_mean = moving_mean(mean, norm, as_float(decay))
         return decision, EmaState(num_norms=state.num_norms + 1, mean=jnp.where(first, norm, new_mean))
 
     limits = (as_float(low) * as_float(base), as_float(high) * as_float(base))

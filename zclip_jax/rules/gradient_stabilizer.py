@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_number, safe_sqrt
+from zclip_jax._rule import Decision, Rule, as_float, check_number, moving_mean, safe_sqrt, unfused
 from zclip_jax._typing import FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
@@ -70,8 +70,8 @@ def gradient_stabilizer(decay1: Any = 0.6, decay2: Any = 0.999) -> Rule:
     def update(norm, state, **extra_args):
         del extra_args
         b1, b2 = as_float(decay1), as_float(decay2)
-        first = b1 * as_float(state.first) + (1 - b1) * norm
-        second = b2 * as_float(state.second) + (1 - b2) * jnp.square(norm)
+        first = moving_mean(as_float(state.first), norm, b1)
+        second = moving_mean(as_float(state.second), unfused(jnp.square(norm)), b2)
         step = as_float(state.num_norms + 1)
         root = safe_sqrt(second / (1 - b2**step))
         threshold = first / (1 - b1**step) / jnp.where(root > 0, root, 1.0)

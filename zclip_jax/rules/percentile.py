@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_number
+from zclip_jax._rule import Decision, Rule, as_float, check_number, unfused
 from zclip_jax._typing import Floats, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 from zclip_jax.rules._window import check_window, push
@@ -89,7 +89,7 @@ def percentile(p: Any = 10.0, window: Any = 1000) -> Rule:
         below = jnp.minimum(jnp.floor(rank).astype(jnp.int32), last)
         above = jnp.minimum(below + 1, last)
         low, high = ordered[below], ordered[above]
-        threshold = low + (high - low) * (rank - below.astype(norm.dtype))
+        threshold = low + unfused((high - low) * (rank - below.astype(norm.dtype)))
 
         decision = Decision(threshold=threshold, z_score=0.0, fired=norm > threshold)
         return decision, PercentileState(

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_count, check_number
+from zclip_jax._rule import Decision, Rule, as_float, check_count, check_number, unfused
 from zclip_jax._typing import Floats, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 from zclip_jax.rules._window import check_window, mean_and_std, push
@@ -79,14 +79,14 @@ def sigma_skip(num_std: Any = 6.0, window: Any = 128, warmup_steps: Any = 64) ->
         count = state.num_norms
         ready = count >= jnp.asarray(warmup_steps, jnp.int32)
         mean, std = mean_and_std(state.norms, count, ddof=1)
-        limit = mean + as_float(num_std) * std
+        limit = mean + unfused(as_float(num_std) * std)
         spike = norm > limit
         loss_spike, loss = jnp.zeros((), bool), as_float(0.0)
         if value is not None:
             loss = as_float(value)
             loss_mean, loss_std = mean_and_std(state.losses, count, ddof=1)
             # A loss that is no number is a spike, and is not absorbed.
-            loss_spike = ~(loss <= loss_mean + as_float(num_std) * loss_std)
+            loss_spike = ~(loss <= loss_mean + unfused(as_float(num_std) * loss_std))
             loss = jnp.where(jnp.isfinite(loss), loss, loss_mean)
         decision = Decision(
             threshold=jnp.where(ready & spike, limit, jnp.inf),

@@ -6,7 +6,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_choice, check_count, check_number, safe_sqrt
+from zclip_jax._rule import (
+    Decision,
+    Rule,
+    as_float,
+    check_choice,
+    check_count,
+    check_number,
+    moving_mean,
+    safe_sqrt,
+    unfused,
+)
 from zclip_jax._typing import Floats, FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
@@ -49,7 +59,7 @@ def judge(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The z-score of `x`, whether it is a spike, and what would be allowed then; scalars all."""
     z = (x - mean) / (std + eps)
-    limit = mean + z_max * std
+    limit = mean + unfused(z_max * std)
     if strategy == "max":
         return z, x > limit, limit
     if strategy == "mean":
@@ -195,7 +205,7 @@ def zscore(
         num_norms = state.num_norms + 1
         mean, var = as_float(state.mean), as_float(state.var)
         new_mean = mean + (x - mean) / num_norms.astype(x.dtype)
-        new_var = var + ((x - mean) * (x - new_mean) - var) / num_norms.astype(x.dtype)
+        new_var = var + (unfused((x - mean) * (x - new_mean)) - var) / num_norms.astype(x.dtype)
         buffer = state.warmup_norms
         if buffer is not None:
             buffer = buffer.at[state.num_norms].set(x, mode="drop")
@@ -203,7 +213,7 @@ def zscore(
             mad = jnp.median(jnp.abs(buffer - median))
             full = num_norms == warmup_steps
             new_mean = jnp.where(full, median, new_mean)
-            new_var = jnp.where(full, jnp.square(MAD_TO_STD * mad), new_var)
+            new_var = jnp.where(full, jnp.square(unfused(MAD_TO_STD * mad)), new_var)
         return dataclasses.replace(
             state, num_norms=num_norms, mean=new_mean, var=new_var, warmup_norms=buffer
         )
@@ -212,8 +222,8 @@ def zscore(
         """Afterwards: exponential moving mean, then the variance around the new mean."""
         decay = as_float(alpha)
         taken = x if absorb == "raw" else jnp.where(as_is, x, limit)
-        mean = decay * as_float(state.mean) + (1 - decay) * taken
-        var = decay * as_float(state.var) + (1 - decay) * jnp.square(taken - mean)
+        mean = moving_mean(as_float(state.mean), taken, decay)
+        var = moving_mean(as_float(state.var), unfused(jnp.square(taken - mean)), decay)
         new_state = dataclasses.replace(state, num_norms=state.num_norms + 1, mean=mean, var=var)
         if absorb == "none":
             return jax.tree.map(lambda new, old: jnp.where(as_is, new, old), new_state, state)
