@@ -266,8 +266,12 @@ OPTIMIZERS = {
 
 
 def minimise(tx, problem, steps=20_000):
-    """The distance from the minimum at the end."""
-    x, f, target = problem()
+    """The distance from the minimum at the end: the median of 9 starts close to each other.
+
+    A single one says little: the last digit of a threshold decides which way round the valley is taken.
+    """
+    start, f, target = problem()
+    starts = start + 1e-3 * jax.random.normal(jax.random.key(0), (9, *start.shape))
     tx = optax.with_extra_args_support(tx)
 
     def step(carry, _):
@@ -276,8 +280,13 @@ def minimise(tx, problem, steps=20_000):
         updates, state = tx.update(grads, state, x, value=value, obj_fn=f)
         return (optax.apply_updates(x, updates), state), None
 
-    (x, _), _ = jax.jit(lambda carry: jax.lax.scan(step, carry, None, length=steps))((x, tx.init(x)))
-    return float(jnp.linalg.norm(x - target))
+    @jax.jit
+    @jax.vmap
+    def distance(x):
+        (x, _), _ = jax.lax.scan(step, (x, tx.init(x)), None, length=steps)
+        return jnp.linalg.norm(x - target)
+
+    return float(np.median(distance(starts)))
 
 
 # As close as optax asks its own optimizers to come.
