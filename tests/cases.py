@@ -163,6 +163,22 @@ def gradient_stabilizer_oracle(norms, decay1=0.6, decay2=0.999):
     return np.array(allowed)
 
 
+def level_oracle(norms, multiple=1.65, alpha=0.95, patience=25):
+    mean, count, off, allowed = 0.0, 0, 0, []
+    for n in norms:
+        excess = (multiple - 1) * (1 + 1 / max(count, 1)) * mean
+        fired = count > 0 and n > mean + excess
+        allowed.append(mean + excess**2 / (n - mean) if fired else np.inf)
+        off = off + 1 if fired or n < mean / 2 else max(off - 1, 0)
+        if count == 0 or off > patience:
+            mean, count, off = n, 1, 0
+        else:
+            decay = min(alpha, count / (count + 3))
+            mean = decay * mean + (1 - decay) * min(n, allowed[-1])
+            count += 1
+    return np.array(allowed)
+
+
 class RuleCase(NamedTuple):
     """A rule as `make(**kwargs)`, and `oracle(norms, **kwargs)` giving the norm allowed at each step.
 
@@ -211,6 +227,8 @@ RULES = [
         "loss_aware-step", rules.loss_aware, loss_aware_oracle, {"rule": rules.fixed(1.0), "form": "step"}
     ),
     RuleCase("ema", rules.ema, ema_oracle, {"b": 0.2}),
+    RuleCase("level", rules.level, level_oracle),
+    RuleCase("level-1.3,0.9,3", rules.level, level_oracle, {"multiple": 1.3, "alpha": 0.9, "patience": 3}),
     RuleCase("percentile", rules.percentile, percentile_oracle, {"p": 10.0, "window": 50}),
     RuleCase("window_zscore", rules.window_zscore, window_oracle, {"window": 40}),
     RuleCase(

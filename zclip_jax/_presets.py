@@ -112,6 +112,55 @@ def zclip(
     )
 
 
+def levelclip(
+    multiple: Any = 1.65,
+    alpha: Any = 0.95,
+    max_grad_norm: Any = 1.0,
+    patience: Any = 25,
+    *,
+    prior_norms: Any = None,
+    granularity: Granularity = "global",
+    stacked: Stacked = None,
+    axis_name: AxisNames = None,
+    split: Any = None,
+    nonfinite: str = "zero",
+    observe_only: bool = False,
+) -> optax.GradientTransformationExtraArgs:
+    """Scales down gradients whose norm is well above the level of those before it; few false alarms, no warm-up.
+
+    The composition `clip_by_rule(rules.at_most(rules.level(...), max_grad_norm), ...)`. How it compares with
+    `zclip` on recorded runs stands under "Fewer false alarms" in the documentation.
+
+    Args:
+      multiple: see `rules.level`.
+      alpha: see `rules.level`.
+      max_grad_norm: cap on the norm of every step, the first included; None for no cap.
+      patience: see `rules.level`.
+      prior_norms: see `clip_by_rule`.
+      granularity: see `clip_by_rule`; the cap then holds for each group.
+      stacked: see `clip_by_rule`.
+      axis_name: see `clip_by_rule`.
+      split: see `clip_by_rule`.
+      nonfinite: see `clip_by_rule`.
+      observe_only: see `clip_by_rule`.
+
+    Examples:
+      >>> import optax
+      >>> from zclip_jax import levelclip
+      >>> tx = optax.chain(levelclip(), optax.adamw(3e-4))
+    """
+    return clip_by_rule(
+        rules.at_most(rules.level(multiple, alpha, patience), max_grad_norm),
+        prior_norms=prior_norms,
+        granularity=granularity,
+        stacked=stacked,
+        axis_name=axis_name,
+        split=split,
+        nonfinite=nonfinite,
+        observe_only=observe_only,
+    )
+
+
 def autoclip(
     p: Any = 10.0,
     window: Any = 1000,

@@ -28,6 +28,7 @@ RULES: dict[str, Rule] = {
     "`zscore(robust_warmup=True)`": rules.zscore(robust_warmup=True),
     '`zscore(space="log")`': rules.zscore(space="log"),
     "`window_zscore()`": rules.window_zscore(),
+    "`level()`": rules.level(),
     "`ema()`": rules.ema(),
     "`percentile(10)`": rules.percentile(10.0),
     "`percentile(95)`": rules.percentile(95.0),
@@ -94,14 +95,16 @@ def longest_run(fired: np.ndarray) -> int:
     return longest
 
 
+def until_calm(fired: np.ndarray) -> float:
+    """The first step from which less than a tenth of the next 50 fire; infinite if there is none."""
+    rates = np.convolve(fired, np.ones(50) / 50, mode="valid")
+    calm = np.flatnonzero(rates < 0.1)
+    return float(calm[0]) if calm.size else np.inf
+
+
 def recovery(fired: np.ndarray) -> str:
     """Steps after the change until less than a tenth of the next 50 fire: the median over seeds."""
-    times = []
-    for row in fired[:, CHANGE:]:
-        rates = np.convolve(row, np.ones(50) / 50, mode="valid")
-        calm = np.flatnonzero(rates < 0.1)
-        times.append(calm[0] if calm.size else np.inf)
-    median = float(np.median(times))
+    median = float(np.median([until_calm(row) for row in fired[:, CHANGE:]]))
     return f"{median:.0f}" if np.isfinite(median) else "never"
 
 

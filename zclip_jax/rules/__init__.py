@@ -5,6 +5,7 @@ from zclip_jax.rules.combinators import LossAwareState, at_most, bounded, loss_a
 from zclip_jax.rules.ema import EmaState, ema
 from zclip_jax.rules.fixed import fixed
 from zclip_jax.rules.gradient_stabilizer import GradientStabilizerState, gradient_stabilizer
+from zclip_jax.rules.level import LevelState, level
 from zclip_jax.rules.percentile import PercentileState, percentile
 from zclip_jax.rules.sigma_skip import SigmaSkipState, sigma_skip
 from zclip_jax.rules.window_zscore import WindowState, window_zscore
@@ -14,6 +15,7 @@ __all__ = [
     "AdaGCState",
     "EmaState",
     "GradientStabilizerState",
+    "LevelState",
     "LogZScoreState",
     "LossAwareState",
     "PercentileState",
@@ -26,6 +28,7 @@ __all__ = [
     "ema",
     "fixed",
     "gradient_stabilizer",
+    "level",
     "loss_aware",
     "percentile",
     "sigma_skip",
