@@ -10,6 +10,7 @@ ROOT = Path(zclip_jax.__file__).parent
 # Each part of the package: the parts, and the outside packages beside the standard library, it may import.
 ALLOWED = {
     "_typing": (set(), {"jax", "chex", "jaxtyping", "numpy"}),
+    "_extras": (set(), set()),
     "_rule": ({"_typing"}, {"jax", "numpy"}),
     "_norm": ({"_typing", "_rule"}, {"jax", "numpy"}),
     "_groups": ({"_typing", "_norm"}, {"jax", "numpy"}),
@@ -21,22 +22,49 @@ ALLOWED = {
     "_transplant": ({"_typing", "_clip"}, {"jax"}),
     "_presets": ({"_rule", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
     "_metrics": ({"_rule", "_clip", "_skip"}, {"jax"}),
-    "replay": ({"_typing", "_rule", "replay"}, {"jax", "numpy"}),
+    # Packages of the extra `replay` come through `_extras`.
+    "replay": ({"_typing", "_rule", "_extras", "rules", "replay"}, {"jax", "numpy"}),
+    "cli": ({"replay"}, {"jax", "numpy"}),
     "__init__": (
-        {"_rule", "_clip", "_groups", "_loss_scale", "_metrics", "_presets", "_skip", "_transplant", "rules"},
+        {
+            "_rule",
+            "_clip",
+            "_groups",
+            "_loss_scale",
+            "_metrics",
+            "_presets",
+            "_skip",
+            "_transplant",
+            "replay",
+            "rules",
+        },
         set(),
     ),
 }
 STANDARD = {
+    "argparse",
+    "array",
+    "ast",
+    "bisect",
     "collections",
     "contextlib",
+    "csv",
     "dataclasses",
     "functools",
+    "gzip",
+    "html",
+    "importlib",
     "inspect",
     "itertools",
+    "json",
     "math",
+    "os",
+    "pathlib",
+    "re",
     "sys",
+    "types",
     "typing",
+    "zlib",
 }
 
 

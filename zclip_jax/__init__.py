@@ -3,12 +3,12 @@
 tx = optax.chain(zclip(), optax.adamw(3e-4))
 """
 
-from zclip_jax import rules
+from zclip_jax import replay, rules
 from zclip_jax._clip import ClipState, clip_by_rule
 from zclip_jax._groups import group_names
 from zclip_jax._loss_scale import unscale
 from zclip_jax._metrics import metrics
-from zclip_jax._presets import adagc, autoclip, gradient_stabilizer, zclip
+from zclip_jax._presets import adagc, autoclip, gradient_stabilizer, levelclip, zclip
 from zclip_jax._rule import Decision, Outcome, Rule, decide
 from zclip_jax._skip import SkipState, skip_by_rule
 from zclip_jax._transplant import TransplantReport, transplant
@@ -28,7 +28,9 @@ __all__ = [
     "decide",
     "gradient_stabilizer",
     "group_names",
+    "levelclip",
     "metrics",
+    "replay",
     "rules",
     "skip_by_rule",
     "transplant",

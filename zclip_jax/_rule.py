@@ -218,6 +218,7 @@ def check_number(name: str, value: Any, accepted: str, ok: Callable[[Any], bool]
 def check_count(name: str, value: Any, least: int, accepted: str = "") -> None:
     """Raises ValueError unless `value` is a whole number of at least `least`; traced values pass unseen."""
     check_number(name, value, f"an integer >= {least}{accepted}", lambda x: x >= least and x == int(x))
+    check_number(name, value, "below 2**31, which int32 can't count", lambda x: x < 2**31)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

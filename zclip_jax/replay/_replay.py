@@ -42,8 +42,8 @@ class Replay(NamedTuple):
         rates = {
             f"{name}_rate": counts[f"num_{name}"] / max(steps, 1) for name in ("fired", "bound", "capped")
         }
-        runs = [_runs(*row) for row in zip(_rows(fired), _rows(nonfinite), strict=True)]
-        longest, locked = (np.reshape(x, fired.shape[:-1])[()] for x in zip(*runs, strict=True))
+        rows = [runs(*row) for row in zip(_rows(fired), _rows(nonfinite), strict=True)]
+        longest, locked = (np.reshape(x, fired.shape[:-1])[()] for x in zip(*rows, strict=True))
         return {"num_steps": steps} | counts | rates | {"longest_run": longest, "locked_in_from": locked}
 
 
@@ -54,7 +54,8 @@ def _rows(x: np.ndarray) -> np.ndarray:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _runs(fired: np.ndarray, nonfinite: np.ndarray) -> tuple[int, int]:
+def runs(fired: np.ndarray, nonfinite: np.ndarray) -> tuple[int, int]:
+    """The longest run of fired steps, and the step from which on all fired, or -1; of arrays `[steps]`."""
     kept = np.flatnonzero(~nonfinite)
     edges = np.flatnonzero(np.diff(np.r_[0, fired[kept].astype(np.int8), 0]))
     starts, ends = edges[::2], edges[1::2]
@@ -105,21 +106,23 @@ def _decide_grid(
 
 
 def sweep(
-    rule_factory: Callable[..., Rule], norms: Any, *, value: Any = None, **grid: Sequence[float]
-) -> tuple[list[dict[str, float]], Replay]:
+    rule_factory: Callable[..., Rule], norms: Any, *, value: Any = None, **grid: Sequence[int | float]
+) -> tuple[list[dict[str, int | float]], Replay]:
     """Replays a rule with every combination of some hyperparameters, in one compiled call.
 
     Args:
       rule_factory: makes the rule from them, such as `rules.zscore` or a lambda.
       norms: see `replay`.
       value: see `replay`.
-      **grid: hyperparameters by name, each a sequence of numbers.
+      **grid: hyperparameters by name, each a sequence of numbers; none that has to be a Python number, such as the
+        length of a window.
 
     Returns:
       The settings, a mapping each, and a `Replay` with arrays `[settings, steps]` in the same order.
 
     Raises:
-      ValueError: `grid` is empty, or as `replay`.
+      ValueError: `grid` is empty, the rule refuses a setting or needs it as a Python number, or as
+        `replay`.
 
     Examples:
       >>> from zclip_jax import rules
@@ -131,15 +134,35 @@ def sweep(
     if not grid:
         raise ValueError("sweep needs at least one hyperparameter, such as z_thresh=[2.0, 2.5, 3.0]")
     settings = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    for setting in settings:
+        rule_factory(**setting)  # checks numbers, which it can't once they are traced
+    for name in grid:
+        _check_traceable(rule_factory, name, settings[0])
     columns = {name: jnp.asarray([setting[name] for setting in settings]) for name in grid}
     norms, extras = _inputs(norms, value, {})
     return settings, Replay(*_decide_grid(rule_factory, columns, norms, extras))
 
 
-def _inputs(norms: Any, value: Any, extras: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+def _check_traceable(rule_factory: Callable[..., Rule], name: str, setting: dict[str, Any]) -> None:
+    others = {other: value for other, value in setting.items() if other != name}
+    try:
+        jax.eval_shape(lambda x: rule_factory(**others, **{name: x}).init(), setting[name])
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name} can't be swept, since the rule's program depends on it: replay one rule for each value"
+        ) from None
+
+
+def as_norms(norms: Any) -> jax.Array:
+    """One-dimensional `norms` as floats; those too large for one become infinite without a word."""
     if np.ndim(norms) != 1:
         raise ValueError(f"norms must be one-dimensional, got an array of shape {np.shape(norms)}")
-    norms = as_float(norms)
+    with np.errstate(over="ignore"):
+        return as_float(norms)
+
+
+def _inputs(norms: Any, value: Any, extras: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
+    norms = as_norms(norms)
     rest = extras if value is None else extras | {"value": as_float(value)}
     for name, x in rest.items():
         if np.shape(x)[:1] != norms.shape:

@@ -1,0 +1,165 @@
+"""The command line: `zclip-jax replay LOG` and `zclip-jax recommend LOG`."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from zclip_jax.replay import Recording, read, recommend, replay, sweep
+from zclip_jax.replay._figure import write_figure
+from zclip_jax.replay._flags import find_flags
+from zclip_jax.replay._outliers import look_back
+from zclip_jax.replay._page import write_page
+from zclip_jax.replay._report import describe_log, describe_rule, describe_settings, to_json
+from zclip_jax.replay._specs import Spec, make_spec, parse_grid, parse_spec, rule_names
+from zclip_jax.replay._table import print_recommendation, print_report
+
+BESIDE = ("fixed:max_norm=1", "autoclip")  # what every rule is compared with
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns 0, or 2 after a line on stderr that says what is wrong."""
+    options = _parser().parse_args(arguments)
+    jax.config.update(
+        "jax_platforms", "cpu"
+    )  # a scan over scalars is slower elsewhere, and may be kept waiting
+    try:
+        options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read the output has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (ValueError, OSError, ImportError) as error:
+        print(f"zclip-jax: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="zclip-jax", description="What a clipping rule would have done to a recorded run."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    log = argparse.ArgumentParser(add_help=False)
+    log.add_argument(
+        "log",
+        metavar="LOG",
+        help="a log with gradient norms before clipping: trainer_state.json, JSON lines, CSV, Parquet, TensorBoard "
+        "events or a folder of them, a W&B export, or what a trainer printed",
+    )
+    log.add_argument("--column", "--tag", metavar="NAME", help="the norm's column, key or tag")
+    log.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+    replay_command = commands.add_parser(
+        "replay",
+        parents=[log],
+        help="run rules over the norms of a log",
+        description="Runs rules over the norms of a log and reports what they would have clipped. Replay is open "
+        "loop: it predicts thresholds and rates, not the loss.",
+        epilog=f"A RULE is a name, or NAME:SETTING=VALUE,… as in zclip:z_thresh=3,max_grad_norm=none. Names: "
+        f"{', '.join(rule_names())}. Each also takes max_grad_norm.",
+    )
+    replay_command.add_argument(
+        "--rule",
+        metavar="RULE",
+        help="the rule to report on; zclip, with the settings in the log if it has some",
+    )
+    replay_command.add_argument(
+        "--compare",
+        nargs="+",
+        default=[],
+        metavar="RULE",
+        help=f"rules to put beside it, {' and '.join(BESIDE)} too",
+    )
+    replay_command.add_argument(
+        "--sweep", nargs="+", default=[], metavar="SETTING=V,V,…", help="the rule on a grid of settings"
+    )
+    replay_command.add_argument("--png", metavar="FILE", help="draw the norms, thresholds and spikes")
+    replay_command.add_argument(
+        "--html", metavar="FILE", help="the same as a page to zoom in, without network"
+    )
+    replay_command.set_defaults(run=_replay)
+
+    recommend_command = commands.add_parser(
+        "recommend",
+        parents=[log],
+        help="choose a rule and its settings for a log",
+        description="Chooses the rule and settings that catch every step above twice its local median with the "
+        "fewest false alarms.",
+    )
+    recommend_command.set_defaults(run=_recommend)
+    return parser
+
+
+def _replay(options: argparse.Namespace) -> None:
+    # Rules first: a mistake in one should not wait for a long log.
+    asked = None if options.rule is None else parse_spec(options.rule)
+    others = [parse_spec(text) for text in (*options.compare, *BESIDE)]
+    grid = parse_grid(options.sweep, asked) if options.sweep and asked else {}
+    for path in filter(None, (options.png, options.html)):
+        if os.path.isdir(path):
+            raise IsADirectoryError(f"{path} is a folder, and no file to draw to")
+        if os.path.exists(path) and os.path.samefile(path, options.log):
+            raise ValueError(f"{path} is the log itself")
+    recording = read(options.log, column=options.column)
+    first = asked or _spec_of_log(recording)
+    if options.sweep and not asked:
+        grid = parse_grid(options.sweep, first)
+
+    specs = list({spec.label: spec for spec in (first, *others)}.values())
+    value = _losses(recording)
+    results = {spec.label: jax.device_get(replay(spec.rule, recording.norms, value=value)) for spec in specs}
+    hindsight = look_back(recording.norms)
+    report: dict[str, Any] = {
+        "log": describe_log(recording, hindsight),
+        "rules": [describe_rule(spec, recording, hindsight, results[spec.label]) for spec in specs],
+    }
+    if grid:
+        settings, swept = sweep(first.factory(), recording.norms, value=value, **grid)
+        report["sweep"] = describe_settings(settings, recording, hindsight, swept)
+    report["flags"] = find_flags(first, recording, hindsight, results[first.label], report["rules"][0])
+
+    if options.json:
+        _print_json(report)
+    else:
+        print_report(report)
+    if options.png:
+        write_figure(options.png, recording, results)
+    if options.html:
+        write_page(options.html, recording, results, flags=report["flags"])
+
+
+def _recommend(options: argparse.Namespace) -> None:
+    found = recommend(read(options.log, column=options.column).norms)
+    if options.json:
+        told = found._asdict() | {
+            "best": found.best._asdict(),
+            "curve": [one._asdict() for one in found.curve],
+        }
+        _print_json(to_json(told))
+    else:
+        print_recommendation(found)
+
+
+def _spec_of_log(recording: Recording) -> Spec:
+    if not recording.settings:
+        return parse_spec("zclip")
+    try:
+        return make_spec("zclip as logged", "zclip", recording.settings)
+    except ValueError as error:
+        raise ValueError(f"the settings in the log: {error}; choose a rule with --rule") from None
+
+
+def _losses(recording: Recording) -> np.ndarray | None:
+    """The losses, if each usable norm has one: a rule would take a missing one for a spike."""
+    if recording.loss is None or np.isnan(recording.loss[np.isfinite(recording.norms)]).any():
+        return None
+    return recording.loss
+
+
+def _print_json(x: object) -> None:
+    print(json.dumps(x, indent=2, allow_nan=False))

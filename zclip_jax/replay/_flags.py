@@ -1,0 +1,119 @@
+"""What stands out about a run and a rule, in plain words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from zclip_jax.replay._outliers import NO_OUTLIER, OUTLIER, Hindsight
+from zclip_jax.replay._replay import Replay
+from zclip_jax.replay._specs import Spec
+from zclip_jax.replay._warm_up import warm_up_rows
+from zclip_jax.replay.readers import Recording
+
+FEW = 200  # norms below which rates say little
+MANY_ALARMS = 0.005  # of all steps
+AT_ONE_NORM = 0.05  # of all steps at the largest norm: they were logged after clipping
+
+
+def find_flags(
+    spec: Spec, recording: Recording, hindsight: Hindsight, replayed: Replay, report: Mapping[str, Any]
+) -> list[str]:
+    """A sentence on whatever stands out; `report` is that of `describe_rule`."""
+    finite = recording.norms[np.isfinite(recording.norms)]
+    if not finite.size or replayed.outcomes.nonfinite.all():
+        return ["no norm is finite: the run was broken from its first logged step on"]
+    found = [
+        _clipped_before(finite),
+        _cadence(spec.settings.get("alpha"), recording.cadence),
+        _cap(spec.settings["max_grad_norm"], report["capped_rate"]),
+        _lock_in(spec, report["locked_in_from"]),
+        _warm_up(spec, report["warm_up"]),
+        _missed(spec, recording, hindsight, replayed),
+        _false_alarms(spec, report),
+        f"{finite.size} norms are few: rates and settings found on them may be chance"
+        if finite.size < FEW
+        else None,
+    ]
+    return [sentence for sentence in found if sentence]
+
+
+def _clipped_before(finite: np.ndarray) -> str | None:
+    largest = finite.max()
+    share = np.mean(np.isclose(finite, largest, rtol=1e-3, atol=0))
+    if share < AT_ONE_NORM or finite.size < FEW or share == 1:
+        return None
+    return (
+        f"{share:.0%} of the norms are {largest:.4g}, the largest: they look logged after clipping, when no rule "
+        "can tell what there was to clip"
+    )
+
+
+def _cadence(alpha: Any, cadence: int) -> str | None:
+    if cadence == 1:
+        return None
+    sentence = (
+        f"logged every {cadence:,} steps: what was between is unseen, and EMA constants don't carry over"
+    )
+    # What no EMA of the log can stand for, or none in training, is no advice.
+    if alpha is None or not 0.01 < alpha**cadence < alpha:
+        return sentence
+    return (
+        f"{sentence}; use alpha = {alpha ** (1 / cadence):.6g} in training for what alpha = {alpha:g} does here, or "
+        f"alpha = {alpha**cadence:.4g} here for what {alpha:g} does in training"
+    )
+
+
+def _cap(cap: int | float | None, rate: float) -> str | None:
+    if rate > 0.95:
+        steps = "every step" if rate == 1 else f"nearly every step ({rate:.1%})"
+        return f"{steps} is clipped by max_grad_norm = {cap:g}: raise it or drop it"
+    if rate > 0.2:
+        return (
+            f"{rate:.0%} of the steps are clipped by max_grad_norm = {cap:g}: more its doing than the rule's"
+        )
+    return None
+
+
+def _lock_in(spec: Spec, step: int | None) -> str | None:
+    if step is None:
+        return None
+    cure = "; set patience = 25" if spec.settings.get("patience", 0) is None else ""
+    return f"locked in from step {step}: every later step is called a spike{cure}"
+
+
+def _warm_up(spec: Spec, health: Mapping[str, Any]) -> str | None:
+    if health["loose_until"] is None:
+        return None
+    steps = ", ".join(str(step) for step in health["outlier_steps"][:3])
+    cure = "; set robust_warmup = True" if spec.settings.get("robust_warmup") is False else ""
+    return f"an outlier in warm-up (step {steps}) loosened the threshold until step {health['loose_until']}{cure}"
+
+
+def _missed(spec: Spec, recording: Recording, hindsight: Hindsight, replayed: Replay) -> str | None:
+    outlier = hindsight.ratio > OUTLIER
+    missed = np.flatnonzero(outlier & ~np.asarray(replayed.outcomes.fired))
+    if not missed.size:
+        return None
+    steps = recording.steps[missed]
+    where = f"step {steps[0]}" if steps.size == 1 else f"from step {steps[0]} to {steps[-1]}"
+    early = int(np.isin(missed, warm_up_rows(spec, recording.norms)).sum())
+    within = f", {early:,} of them in the warm-up" if early else ""
+    return (
+        f"{missed.size:,} of {outlier.sum():,} steps above {OUTLIER:g}x their local median did not fire, "
+        f"{where}{within}"
+    )
+
+
+def _false_alarms(spec: Spec, report: Mapping[str, Any]) -> str | None:
+    alarms, steps = report["num_false_alarms"], report["num_steps"]
+    if alarms <= MANY_ALARMS * steps:
+        return None
+    cure = (
+        "; the rule level has fewer, or set min_rel_std = 0.12"
+        if spec.settings.get("min_rel_std") == 0
+        else ""
+    )
+    return (
+        f"{alarms:,} steps fired below {NO_OUTLIER:g}x their local median, {alarms / steps:.1%} of all{cure}"
+    )

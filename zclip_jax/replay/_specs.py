@@ -1,0 +1,120 @@
+"""Rules as one writes them on a command line: `zscore:z_thresh=3,alpha=0.99`."""
+
+import ast
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from zclip_jax import rules
+from zclip_jax._rule import Rule, check_number
+
+# The presets, by the rule inside and the cap that each has by default.
+PRESETS = {"zclip": ("zscore", 1.0), "levelclip": ("level", 1.0), "autoclip": ("percentile", None)}
+
+
+def rule_names() -> list[str]:
+    """Names that `make_rule` takes: the presets, and every rule that doesn't wrap another."""
+    plain = (name for name in rules.__all__ if name.islower())
+    return [*PRESETS, *(name for name in plain if "rule" not in _parameters(name))]
+
+
+class Spec(NamedTuple):
+    """A rule by name, with all of its settings, those left at their defaults included, and what to call the two."""
+
+    label: str
+    name: str
+    settings: dict[str, Any]
+
+    @property
+    def rule(self) -> Rule:
+        """The rule."""
+        return self.factory()()
+
+    def factory(self) -> Callable[..., Rule]:
+        """Makes the rule, with some of the settings replaced."""
+        return functools.partial(make_rule, self.name, **self.settings)
+
+
+def make_rule(name: str, *, max_grad_norm: Any = None, **settings: Any) -> Rule:
+    """The rule or preset of that name, below a cap."""
+    inner, _ = PRESETS.get(name, (name, None))
+    if max_grad_norm is not None:
+        check_number("max_grad_norm", max_grad_norm, "a number >= 0 or None", lambda x: x >= 0)
+    return rules.at_most(getattr(rules, inner)(**settings), max_grad_norm)
+
+
+def parse_spec(text: str) -> Spec:
+    """Reads `NAME` or `NAME:SETTING=VALUE,…`.
+
+    Raises:
+      ValueError: there is no such rule or setting, or the rule doesn't accept the value.
+    """
+    name, _, rest = text.partition(":")
+    pairs = {}
+    for pair in filter(None, rest.split(",")):
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ValueError(f"settings of a rule are written name=value, got {pair!r} in {text!r}")
+        if (key := key.strip()) in pairs:
+            raise ValueError(f"{key} is given twice in {text!r}")
+        pairs[key] = parse_value(value)
+    return make_spec(text, name, pairs)
+
+
+def make_spec(label: str, name: str, settings: Mapping[str, Any]) -> Spec:
+    """A `Spec` after checking name and settings; raises ValueError as `parse_spec`."""
+    if name not in rule_names():
+        raise ValueError(f"no rule is called {name!r}; there are {', '.join(rule_names())}")
+    inner, cap = PRESETS.get(name, (name, None))
+    parameters = _parameters(inner)
+    accepted = [*parameters, "max_grad_norm"]
+    check_names(name, settings, accepted)
+    missing = [
+        key for key, p in parameters.items() if p.default is inspect.Parameter.empty and key not in settings
+    ]
+    if missing:
+        raise ValueError(f"{name} needs {missing[0]}, as in {name}:{missing[0]}=1")
+    defaults = {key: p.default for key, p in parameters.items() if key not in missing}
+    for key, value in settings.items():
+        if isinstance(defaults.get(key), bool) and not isinstance(value, bool):
+            raise ValueError(f"{key} must be true or false, got {value!r}")
+    spec = Spec(label, name, {**defaults, "max_grad_norm": cap, **settings})
+    spec.rule  # noqa: B018  # a rule checks its settings as it is made
+    return spec
+
+
+def parse_grid(pairs: Sequence[str], spec: Spec) -> dict[str, list[int | float]]:
+    """Reads `SETTING=VALUE,VALUE,…` for each setting of `spec` to sweep over."""
+    grid = {}
+    for pair in pairs:
+        key, equals, values = pair.partition("=")
+        numbers = [parse_value(value) for value in values.split(",") if value.strip()]
+        if not equals or not numbers or not all(isinstance(x, int | float) for x in numbers):
+            raise ValueError(f"a sweep is written name=number,number,…, got {pair!r}")
+        if (key := key.strip()) in grid:
+            raise ValueError(f"{key} is given twice in a sweep: write {key}=number,number,…")
+        grid[key] = numbers
+    check_names(spec.name, grid, list(spec.settings))
+    return grid
+
+
+def check_names(rule: str, given: Mapping[str, Any], accepted: Sequence[str]) -> None:
+    """Raises ValueError for the first setting that the rule doesn't have."""
+    for key in given:
+        if key not in accepted:
+            raise ValueError(f"{rule} has no setting {key!r}; it has {', '.join(accepted)}")
+
+
+def parse_value(text: str) -> Any:
+    """A number, True, False, None in any case, or else the text itself."""
+    text = text.strip()
+    try:
+        return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
+    except (ValueError, SyntaxError):
+        return math.inf if text.lower() == "inf" else text
+
+
+def _parameters(name: str) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(getattr(rules, name)).parameters

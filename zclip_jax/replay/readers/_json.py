@@ -1,0 +1,89 @@
+"""JSON: trainer states of Hugging Face, lists of rows, and rows on lines of their own."""
+
+import json
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from zclip_jax.replay.readers._columns import Columns
+from zclip_jax.replay.readers._notes import count, listing, shorten
+from zclip_jax.replay.readers._recording import Recording
+
+# The flags of examples/llama/train.py that are arguments of `zclip`, and by what name there.
+SETTINGS = {
+    name: name
+    for name in (
+        "alpha",
+        "z_thresh",
+        "max_grad_norm",
+        "clip_factor",
+        "strategy",
+        "absorb",
+        "patience",
+        "robust_warmup",
+        "min_rel_std",
+    )
+} | {"clip_warmup": "warmup_steps"}
+
+_decode = json.JSONDecoder().raw_decode
+
+
+def parse_object(line: str) -> dict[str, Any] | None:
+    """The JSON object that a line is; None for any other line."""
+    line = line.strip()
+    try:
+        value, end = _decode(line)
+    except (ValueError, RecursionError):
+        return None
+    return value if type(value) is dict and end == len(line) else None
+
+
+def read_document(file: TextIO, column: str | None) -> Recording:
+    """A whole file of JSON: `{"log_history": [row, …]}` or a list of rows."""
+    try:
+        document = json.load(file)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply for a log") from None
+    except ValueError as error:
+        raise ValueError(f"JSON that is cut off or damaged: {error}") from None
+    form, rows = "JSON list", document
+    if isinstance(document, dict):
+        form, rows = "Hugging Face trainer state", document.get("log_history")
+    if not isinstance(rows, list):
+        found = listing(list(document)) if isinstance(document, dict) else type(document).__name__
+        raise ValueError(f"JSON without a list of rows, found {found};\nlooked for log_history or a list")
+    columns = Columns(column, typed=True)
+    objects = [row for row in rows if isinstance(row, dict)]
+    for row in objects:
+        columns.add(row)
+    others = len(rows) - len(objects)
+    return columns.recording(
+        form,
+        [f"{count(others, 'entry is no row and is', 'entries are no rows and are')} left out"]
+        if others
+        else [],
+    )
+
+
+def read_lines(lines: Iterable[str], column: str | None) -> Recording:
+    """A JSON object on each line, and perhaps the run's config on the first."""
+    columns = Columns(column, typed=True)
+    notes, settings, config = [], {}, None
+    num_bad, first_bad, line = 0, "", ""
+    for line in lines:
+        row = parse_object(line)
+        if row is None:
+            if line.strip():
+                num_bad += 1
+                first_bad = first_bad or line
+        elif columns.num_rows == 0 and isinstance(config := row.get("config"), dict):
+            if config.get("clip") == "zclip":
+                settings = {SETTINGS[flag]: value for flag, value in config.items() if flag in SETTINGS}
+        else:
+            columns.add(row)
+    if num_bad and not line.endswith(("\n", "\r")) and parse_object(line) is None:
+        num_bad -= 1
+        notes.append("the last line is cut off and left out")
+    if num_bad:
+        are = count(num_bad, "line is no JSON object and is", "lines are no JSON objects and are")
+        notes.append(f"{are} left out, first {shorten(first_bad, 40)!r}")
+    return columns.recording("JSON lines", notes, settings)
