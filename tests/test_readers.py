@@ -52,6 +52,7 @@ def jsonl(rows):
 
 
 # Text, norms, steps and notes; the last column is the name of the norm.
+NO_STEPS = "no steps in the log: rows are numbered from 0, and how often it was logged is unknown"
 TEXT = {
     "llm.c, compact": (
         "s:0 tel:11.0\ns:0 trl:10.5 lr:0.001 norm:14.5\ns:1 trl:10.4 lr:0.002 norm:0.27\ns:2 tel:3.0\ns:2 eval:0.3\n",
@@ -108,7 +109,7 @@ TEXT = {
         "{'eval_loss': 1.0, 'epoch': 1.0}\n",
         [0.5, NAN],
         [0, 1],
-        ["1 norm is not finite, first at step 1"],
+        [NO_STEPS, "1 norm is not finite, first at step 1"],
         "grad_norm",
     ),
     "tqdm, redrawn": (
@@ -260,7 +261,7 @@ TABLES = {
     "semicolons, quoted": ('"step";"grad_norm"\n"1";"0.5"\n"2";"0.25"', [0.5, 0.25], [1, 2], []),
     "tabs, BOM": ("\ufeffgrad_norm\tstep\n0.5\t1\n0.25\t2\n", [0.5, 0.25], [1, 2], []),
     "Windows": ("step,grad_norm\r\n1,0.5\r\n\r\n2,0.25\r\n", [0.5, 0.25], [1, 2], []),
-    "one column": ("grad_norm\n0.5\n0.25\n", [0.5, 0.25], [0, 1], []),
+    "one column": ("grad_norm\n0.5\n0.25\n", [0.5, 0.25], [0, 1], [NO_STEPS]),
     "blanks": (
         "loss,grad_norm,step,eval_loss\n3.5,0.5,20,\n,,20,2.0\n3.0, ,40,\n3.0,0.25,60.0,\n",
         [0.5, 0.25],
@@ -401,7 +402,7 @@ def test_rows_without_a_step_count_on(read_text):
         "6 steps are missing in 1 gap, the first after step 0",
     ]
     check(read_text(jsonl(rows)), [1, 2, 3, 4], [0, 7, 8, 9], notes)
-    check(read_text(jsonl([{"grad_norm": 1.0}, {"grad_norm": 2.0}])), [1, 2], [0, 1])
+    check(read_text(jsonl([{"grad_norm": 1.0}, {"grad_norm": 2.0}])), [1, 2], [0, 1], [NO_STEPS])
     rows = [{"step": step, "grad_norm": 1.0} for step in (1e308, -1e308)]
     check(read_text(jsonl(rows)), [1, 1], [0, 1], ["2 rows have no step and count on from the row before"])
 

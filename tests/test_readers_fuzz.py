@@ -107,7 +107,7 @@ def whole(request, tmp_path_factory):
 
 shared_folder = settings(
     deadline=None,
-    max_examples=150,
+    max_examples=50,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 

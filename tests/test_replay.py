@@ -1,11 +1,14 @@
 """`replay`: recorded norms through the function that training runs."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import zclip_jax
 from tests.cases import LOSSES, RULES, TRACES, noisy
 from zclip_jax import clip_by_rule, decide, rules
 from zclip_jax._rule import init_state
@@ -67,6 +70,50 @@ def test_a_scan_rounds_as_a_step_does(case, trace):
     jax.tree.map(np.testing.assert_array_equal, scanned, jax.tree.map(lambda *x: np.stack(x), *stepped))
 
 
+@pytest.mark.parametrize("case", RULES, ids=[case.name for case in RULES])
+def test_groups_round_as_one_norm_does(case):
+    """Norms of groups are judged side by side, in a program that fuses otherwise than that of one norm."""
+    norms, losses = (
+        TRACES["heavy tail"].astype(np.float32),
+        LOSSES[: len(TRACES["heavy tail"])].astype(np.float32),
+    )
+    rule, groups = case(), np.float32([1.0, 0.5, 3.0])
+
+    def together(norm, state, loss):
+        return jax.vmap(lambda norm, state: decide(rule, norm, state, value=loss))(norm * groups, state)
+
+    state = jax.tree.map(lambda x: jnp.repeat(x[None], 3, axis=0), init_state(rule))
+    step, stepped = jax.jit(together), []
+    for norm, loss in zip(norms, losses, strict=True):
+        outcome, state = step(norm, state, loss)
+        stepped.append(jax.tree.map(lambda x: x[0], outcome))
+    alone = replay(rule, norms, value=losses).outcomes
+    jax.tree.map(np.testing.assert_array_equal, alone, jax.tree.map(lambda *x: np.stack(x), *stepped))
+
+
+@pytest.mark.parametrize("rule", [rules.zscore(alpha=0.0), rules.level(alpha=0.0), rules.ema(decay=0.0)])
+def test_a_mean_without_memory_is_the_last_norm(rule):
+    norms = np.float32([1e4] * 30 + [1e-4] * 30)
+    assert replay(rule, norms).outcomes.mean[-1] == np.float32(1e-4)
+
+
+def test_what_a_rule_closes_over_is_read_anew():
+    limit = 2.0
+
+    def make(max_norm):
+        return rules.at_most(rules.fixed(limit), max_norm)
+
+    fired = [int(sweep(make, [1.0, 10.0], max_norm=[9.0])[1].summary["num_fired"][0])]
+    limit = 50.0
+    fired.append(int(sweep(make, [1.0, 10.0], max_norm=[9.0])[1].summary["num_fired"][0]))
+    assert fired == [1, 0]
+
+
+def test_the_package_can_be_called():
+    assert zclip_jax.replay(rules.fixed(1.0), [2.0]).summary["num_fired"] == 1
+    assert pickle.loads(pickle.dumps(zclip_jax.replay)) is zclip_jax.replay
+
+
 def test_the_final_state_is_that_of_prior_norms():
     norms = TRACES["steady"]
     primed = clip_by_rule(rules.zscore(), prior_norms=norms).init(None)
@@ -109,6 +156,10 @@ def test_no_norms():
         (lambda: replay(rules.zscore(), [[1.0]]), r"norms must be one-dimensional, got .* shape \(1, 1\)"),
         (lambda: replay(rules.zscore(), [1.0], value=[1.0, 2.0]), "value must have 1 steps like norms"),
         (lambda: sweep(rules.zscore, [1.0]), "sweep needs at least one hyperparameter"),
+        (lambda: sweep(rules.zscore, [1.0], z_thresh=[2.0, -1.0]), "z_thresh must be a number > 0, got -1.0"),
+        (lambda: sweep(rules.percentile, [1.0], window=[5, 6]), "window can't be swept"),
+        (lambda: replay(zclip_jax.zclip(), [1.0]), "rule must be a Rule such as rules.zscore()"),
+        (lambda: sweep(zclip_jax.zclip, [1.0], z_thresh=[2.0]), "rule must be a Rule such as rules.zscore()"),
     ],
 )
 def test_bad_arguments(call, message):

@@ -10,7 +10,17 @@ import optax
 from zclip_jax._flax import register_with_flax
 from zclip_jax._groups import Granularity, Groups, Stacked, check_granularity, find_groups
 from zclip_jax._norm import AxisNames, accumulator_dtype, global_norm, is_gradient, square_sums
-from zclip_jax._rule import Outcome, Rule, as_float, check_choice, decide, decide_all, init_state, safe_sqrt
+from zclip_jax._rule import (
+    Outcome,
+    Rule,
+    as_float,
+    check_choice,
+    check_rule,
+    decide,
+    decide_all,
+    init_state,
+    safe_sqrt,
+)
 from zclip_jax._typing import IntEach, PyTree, dataclass
 
 NONFINITE = ("zero", "propagate")
@@ -151,12 +161,6 @@ TOTALS = (
     "spike_run",
     "longest_spike_run",
 )
-
-
-def check_rule(rule: Any) -> None:
-    """Raises ValueError for what is no rule, such as a factory that was not called."""
-    if not isinstance(rule, Rule):
-        raise ValueError(f"rule must be a Rule such as rules.zscore(), got {rule!r}")
 
 
 def check_split(axis_name: AxisNames, split: Any) -> None:

@@ -132,10 +132,10 @@ def levelclip(
     `zclip` on recorded runs stands under "Fewer false alarms" in the documentation.
 
     Args:
-      multiple: see `rules.level`.
-      alpha: see `rules.level`.
+      multiple: of the moving mean, above which a norm is a spike.
+      alpha: decay of the mean once the run has got long.
       max_grad_norm: cap on the norm of every step, the first included; None for no cap.
-      patience: see `rules.level`.
+      patience: steps off the level after which the rule begins again at the new one.
       prior_norms: see `clip_by_rule`.
       granularity: see `clip_by_rule`; the cap then holds for each group.
       stacked: see `clip_by_rule`.

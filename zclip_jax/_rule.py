@@ -181,17 +181,18 @@ def _check_scalars(decision: Decision) -> None:
 
 
 def unfused(product: jax.Array) -> jax.Array:
-    """`product`, to be rounded before it enters a sum.
+    """`product`, to be rounded before it is used on.
 
-    Compilers fuse the two in some programs and not in others, so that training and replay would differ in the
-    last digit. They leave the sum of a select alone, though no number takes its other side.
+    Compilers fuse a product with the sum or product that follows in some programs and not in others, so that
+    training and replay would differ in the last digit. They don't fuse across a select, though no number takes its
+    other side.
     """
     return jnp.where(jnp.isnan(product), 0.0, product)
 
 
 def moving_mean(mean: jax.Array, x: jax.Array, decay: jax.Array) -> jax.Array:
     """`decay * mean + (1 - decay) * x`."""
-    return mean + unfused((1 - decay) * (x - mean))
+    return unfused(decay * mean) + unfused((1 - decay) * x)
 
 
 def safe_sqrt(x: jax.Array) -> jax.Array:
@@ -203,6 +204,12 @@ def safe_sqrt(x: jax.Array) -> jax.Array:
 def as_float(x: Any) -> jax.Array:
     """`x` in JAX's default float dtype: float32, or float64 under x64."""
     return jnp.asarray(x, jnp.result_type(float))
+
+
+def check_rule(rule: Any) -> None:
+    """Raises ValueError for what is no rule, such as a factory that was not called."""
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule must be a Rule such as rules.zscore(), got {rule!r}")
 
 
 def check_number(name: str, value: Any, accepted: str, ok: Callable[[Any], bool]) -> None:
@@ -218,7 +225,7 @@ def check_number(name: str, value: Any, accepted: str, ok: Callable[[Any], bool]
 def check_count(name: str, value: Any, least: int, accepted: str = "") -> None:
     """Raises ValueError unless `value` is a whole number of at least `least`; traced values pass unseen."""
     check_number(name, value, f"an integer >= {least}{accepted}", lambda x: x >= least and x == int(x))
-    check_number(name, value, "below 2**31, which int32 can't count", lambda x: x < 2**31)
+    check_number(name, value, "below 2**31, as far as int32 counts", lambda x: x < 2**31)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zclip_jax._clip import ClipState, check_rule, check_split, check_state, count, init_clip_state
+from zclip_jax._clip import ClipState, check_split, check_state, count, init_clip_state
 from zclip_jax._flax import register_with_flax
 from zclip_jax._norm import AxisNames, global_norm, is_gradient
-from zclip_jax._rule import Rule, check_count, decide
+from zclip_jax._rule import Rule, check_count, check_rule, decide
 from zclip_jax._typing import BoolScalar, IntScalar, PyTree, dataclass
 
 

@@ -1,6 +1,7 @@
 """The command line: `zclip-jax replay LOG` and `zclip-jax recommend LOG`."""
 
 import argparse
+import importlib.metadata
 import json
 import os
 import sys
@@ -8,16 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
-from zclip_jax.replay import Recording, read, recommend, replay, sweep
+from zclip_jax.replay import Recording, read, recommend
 from zclip_jax.replay._figure import write_figure
-from zclip_jax.replay._flags import find_flags
-from zclip_jax.replay._outliers import look_back
 from zclip_jax.replay._page import write_page
-from zclip_jax.replay._report import describe_log, describe_rule, describe_settings, to_json
+from zclip_jax.replay._report import describe_sweep, make_report, to_json
 from zclip_jax.replay._specs import Spec, make_spec, parse_grid, parse_spec, rule_names
-from zclip_jax.replay._table import print_recommendation, print_report
+from zclip_jax.replay._table import print_report
 
 BESIDE = ("fixed:max_norm=1", "autoclip")  # what every rule is compared with
 
@@ -33,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read the output has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OverflowError, OSError, ImportError) as error:
         print(f"zclip-jax: {error}", file=sys.stderr)
         return 2
     return 0
@@ -42,6 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zclip-jax", description="What a clipping rule would have done to a recorded run."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"zclip_jax {importlib.metadata.version('zclip_jax')}"
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     log = argparse.ArgumentParser(add_help=False)
@@ -60,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
         help="run rules over the norms of a log",
         description="Runs rules over the norms of a log and reports what they would have clipped. Replay is open "
         "loop: it predicts thresholds and rates, not the loss.",
-        epilog=f"A RULE is a name, or NAME:SETTING=VALUE,… as in zclip:z_thresh=3,max_grad_norm=none. Names: "
-        f"{', '.join(rule_names())}. Each also takes max_grad_norm.",
+        epilog="LOG stands before --compare and --sweep. A RULE is a name, or NAME:SETTING=VALUE,… as in "
+        f"zclip:z_thresh=3,max_grad_norm=none. Names: {', '.join(rule_names())}. Each also takes max_grad_norm.",
     )
     replay_command.add_argument(
         "--rule",
@@ -88,45 +89,29 @@ def _parser() -> argparse.ArgumentParser:
         "recommend",
         parents=[log],
         help="choose a rule and its settings for a log",
-        description="Chooses the rule and settings that catch every step above twice its local median with the "
-        "fewest false alarms.",
+        description="Chooses the rule and settings that catch the outliers of a log with few false alarms, and "
+        "reports on them beside the defaults.",
     )
     recommend_command.set_defaults(run=_recommend)
     return parser
 
 
 def _replay(options: argparse.Namespace) -> None:
-    # Rules first: a mistake in one should not wait for a long log.
+    # Rules and paths first: a mistake in one should not wait for a long log.
     asked = None if options.rule is None else parse_spec(options.rule)
     others = [parse_spec(text) for text in (*options.compare, *BESIDE)]
     grid = parse_grid(options.sweep, asked) if options.sweep and asked else {}
     for path in filter(None, (options.png, options.html)):
-        if os.path.isdir(path):
-            raise IsADirectoryError(f"{path} is a folder, and no file to draw to")
-        if os.path.exists(path) and os.path.samefile(path, options.log):
-            raise ValueError(f"{path} is the log itself")
+        _check_output(path, options.log)
     recording = read(options.log, column=options.column)
     first = asked or _spec_of_log(recording)
     if options.sweep and not asked:
         grid = parse_grid(options.sweep, first)
 
-    specs = list({spec.label: spec for spec in (first, *others)}.values())
-    value = _losses(recording)
-    results = {spec.label: jax.device_get(replay(spec.rule, recording.norms, value=value)) for spec in specs}
-    hindsight = look_back(recording.norms)
-    report: dict[str, Any] = {
-        "log": describe_log(recording, hindsight),
-        "rules": [describe_rule(spec, recording, hindsight, results[spec.label]) for spec in specs],
-    }
+    report, results = make_report(recording, [first, *others])
     if grid:
-        settings, swept = sweep(first.factory(), recording.norms, value=value, **grid)
-        report["sweep"] = describe_settings(settings, recording, hindsight, swept)
-    report["flags"] = find_flags(first, recording, hindsight, results[first.label], report["rules"][0])
-
-    if options.json:
-        _print_json(report)
-    else:
-        print_report(report)
+        report["sweep"] = describe_sweep(recording, first, grid)
+    _print(report, options.json)
     if options.png:
         write_figure(options.png, recording, results)
     if options.html:
@@ -134,15 +119,21 @@ def _replay(options: argparse.Namespace) -> None:
 
 
 def _recommend(options: argparse.Namespace) -> None:
-    found = recommend(read(options.log, column=options.column).norms)
-    if options.json:
-        told = found._asdict() | {
-            "best": found.best._asdict(),
-            "curve": [one._asdict() for one in found.curve],
-        }
-        _print_json(to_json(told))
-    else:
-        print_recommendation(found)
+    recording = read(options.log, column=options.column)
+    found = recommend(recording.norms)
+    report, _ = make_report(recording, [parse_spec(rule) for rule in (found.best.rule, "zclip", "levelclip")])
+    told = {"best": found.best._asdict(), "curve": [one._asdict() for one in found.curve]}
+    report["recommend"] = to_json(found._asdict() | told)
+    _print(report, options.json)
+
+
+def _check_output(path: str, log: str) -> None:
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path} is a folder, and no file to draw to")
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise FileNotFoundError(f"there is no folder {os.path.dirname(path)} to draw {path} in")
+    if os.path.exists(path) and os.path.exists(log) and os.path.samefile(path, log):
+        raise ValueError(f"{path} is the log itself")
 
 
 def _spec_of_log(recording: Recording) -> Spec:
@@ -154,12 +145,12 @@ def _spec_of_log(recording: Recording) -> Spec:
         raise ValueError(f"the settings in the log: {error}; choose a rule with --rule") from None
 
 
-def _losses(recording: Recording) -> np.ndarray | None:
-    """The losses, if each usable norm has one: a rule would take a missing one for a spike."""
-    if recording.loss is None or np.isnan(recording.loss[np.isfinite(recording.norms)]).any():
-        return None
-    return recording.loss
+def _print(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report, indent=2, allow_nan=False))
+    else:
+        print_report(report)
 
 
-def _print_json(x: object) -> None:
-    print(json.dumps(x, indent=2, allow_nan=False))
+if __name__ == "__main__":
+    sys.exit(main())

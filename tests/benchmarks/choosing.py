@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zclip_jax import Rule, decide, rules
+from zclip_jax import Rule, rules
+from zclip_jax.replay import replay
 
 STEPS, CHANGE, SEEDS = 1000, 400, 10
 TARGET = Path(__file__).parents[2] / "docs" / "choosing_table.md"
@@ -79,10 +80,7 @@ def run(rule: Rule, trace: Callable[[np.random.Generator], np.ndarray]):
     """Whether each step fired and the norm it was allowed, `[seeds, steps]`."""
     norms = jnp.asarray(np.stack([trace(np.random.default_rng(seed)) for seed in range(SEEDS)]), jnp.float32)
 
-    def alone(norms):
-        return jax.lax.scan(lambda s, x: decide(rule, x, s)[::-1], rule.init(), norms)[1]
-
-    outcome = jax.jit(jax.vmap(alone))(norms)
+    outcome = jax.jit(jax.vmap(lambda norms: replay(rule, norms).outcomes))(norms)
     return np.asarray(outcome.fired), np.asarray(outcome.clip_scale * outcome.grad_norm)
 
 

@@ -1,5 +1,7 @@
 """What a rule would have decided on recorded gradient norms."""
 
+import copyreg
+import importlib
 import sys
 import types
 
@@ -17,3 +19,4 @@ class _Module(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _Module
+copyreg.pickle(_Module, lambda module: (importlib.import_module, (module.__name__,)))  # for cloudpickle

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from zclip_jax.replay._outliers import NO_OUTLIER, OUTLIER, Hindsight
+from zclip_jax.replay._outliers import NO_OUTLIER, Hindsight, is_finite
 from zclip_jax.replay._replay import Replay
 from zclip_jax.replay._specs import Spec
 from zclip_jax.replay._warm_up import warm_up_rows
@@ -13,15 +13,15 @@ from zclip_jax.replay.readers import Recording
 
 FEW = 200  # norms below which rates say little
 MANY_ALARMS = 0.005  # of all steps
-AT_ONE_NORM = 0.05  # of all steps at the largest norm: they were logged after clipping
+PILE = 5  # norms that are all the largest one: they were logged after clipping
 
 
 def find_flags(
     spec: Spec, recording: Recording, hindsight: Hindsight, replayed: Replay, report: Mapping[str, Any]
 ) -> list[str]:
     """A sentence on whatever stands out; `report` is that of `describe_rule`."""
-    finite = recording.norms[np.isfinite(recording.norms)]
-    if not finite.size or replayed.outcomes.nonfinite.all():
+    finite = recording.norms[is_finite(recording.norms)]
+    if not finite.size:
         return ["no norm is finite: the run was broken from its first logged step on"]
     found = [
         _clipped_before(finite),
@@ -40,12 +40,13 @@ def find_flags(
 
 def _clipped_before(finite: np.ndarray) -> str | None:
     largest = finite.max()
-    share = np.mean(np.isclose(finite, largest, rtol=1e-3, atol=0))
-    if share < AT_ONE_NORM or finite.size < FEW or share == 1:
+    pile = int(np.isclose(finite, largest, rtol=1e-4, atol=0).sum())
+    just_below = int((finite > 0.98 * largest).sum()) - pile
+    if pile < PILE or pile <= just_below or pile == finite.size:
         return None
     return (
-        f"{share:.0%} of the norms are {largest:.4g}, the largest: they look logged after clipping, when no rule "
-        "can tell what there was to clip"
+        f"{pile:,} norms are {largest:.4g}, the largest: they look logged after clipping, which hides what there was "
+        "to clip"
     )
 
 
@@ -53,14 +54,14 @@ def _cadence(alpha: Any, cadence: int) -> str | None:
     if cadence == 1:
         return None
     sentence = (
-        f"logged every {cadence:,} steps: what was between is unseen, and EMA constants don't carry over"
+        f"logged every {cadence:,} steps: what was between is unseen, and neither EMA constants nor a warm-up carry "
+        "over"
     )
-    # What no EMA of the log can stand for, or none in training, is no advice.
-    if alpha is None or not 0.01 < alpha**cadence < alpha:
+    if alpha is None or not 0 < alpha < 1:
         return sentence
     return (
-        f"{sentence}; use alpha = {alpha ** (1 / cadence):.6g} in training for what alpha = {alpha:g} does here, or "
-        f"alpha = {alpha**cadence:.4g} here for what {alpha:g} does in training"
+        f"{sentence}; for the memory that alpha = {alpha:g} has here, use alpha = {alpha ** (1 / cadence):.8g} in "
+        "training"
     )
 
 
@@ -86,34 +87,28 @@ def _warm_up(spec: Spec, health: Mapping[str, Any]) -> str | None:
     if health["loose_until"] is None:
         return None
     steps = ", ".join(str(step) for step in health["outlier_steps"][:3])
-    cure = "; set robust_warmup = True" if spec.settings.get("robust_warmup") is False else ""
+    cure = (
+        "; try robust_warmup = True or the rule level" if spec.settings.get("robust_warmup") is False else ""
+    )
     return f"an outlier in warm-up (step {steps}) loosened the threshold until step {health['loose_until']}{cure}"
 
 
 def _missed(spec: Spec, recording: Recording, hindsight: Hindsight, replayed: Replay) -> str | None:
-    outlier = hindsight.ratio > OUTLIER
-    missed = np.flatnonzero(outlier & ~np.asarray(replayed.outcomes.fired))
+    missed = np.flatnonzero(hindsight.outlier & ~np.asarray(replayed.outcomes.fired))
     if not missed.size:
         return None
     steps = recording.steps[missed]
     where = f"step {steps[0]}" if steps.size == 1 else f"from step {steps[0]} to {steps[-1]}"
     early = int(np.isin(missed, warm_up_rows(spec, recording.norms)).sum())
     within = f", {early:,} of them in the warm-up" if early else ""
-    return (
-        f"{missed.size:,} of {outlier.sum():,} steps above {OUTLIER:g}x their local median did not fire, "
-        f"{where}{within}"
-    )
+    return f"{missed.size:,} of {hindsight.outlier.sum():,} outliers did not fire, {where}{within}"
 
 
 def _false_alarms(spec: Spec, report: Mapping[str, Any]) -> str | None:
     alarms, steps = report["num_false_alarms"], report["num_steps"]
     if alarms <= MANY_ALARMS * steps:
         return None
-    cure = (
-        "; the rule level has fewer, or set min_rel_std = 0.12"
-        if spec.settings.get("min_rel_std") == 0
-        else ""
-    )
+    cure = "; try the rule level, or min_rel_std = 0.12" if spec.settings.get("min_rel_std") == 0 else ""
     return (
         f"{alarms:,} steps fired below {NO_OUTLIER:g}x their local median, {alarms / steps:.1%} of all{cure}"
     )

@@ -5,22 +5,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zclip_jax.replay._replay import as_norms
+
 WIDTH = 101  # norms in the centred window of the median
 OUTLIER = 2.0  # times its local median a norm must have to be one
 NO_OUTLIER = 1.3  # times its local median below which a step that fires is a false alarm
+BEFORE = (5, 50)  # norms before it that an outlier stands out against
 
 SPIKE_WINDOW, SPIKE_SIGMAS, SPIKE_LEAST = 1000, 7.0, 100
 SPIKE_CHUNK = 300  # windows held in memory at a time
 
 
 def is_finite(norms: np.ndarray) -> np.ndarray:
-    """Which norms count as finite in training: those whose squares are, in float32."""
-    return np.abs(norms) < np.sqrt(np.finfo(np.float32).max)
+    """Which norms count as finite in training: those whose squares are."""
+    with np.errstate(over="ignore"):
+        return np.isfinite(np.square(np.asarray(as_norms(norms))))
 
 
 def is_usable(norms: np.ndarray) -> np.ndarray:
-    """Which norms enter a rule's statistics."""
-    return is_finite(norms) & (norms > 0)
+    """Which norms enter a rule's statistics: those that aren't zero, or so small that they are taken for it."""
+    seen = np.asarray(as_norms(norms))
+    return is_finite(norms) & (seen >= np.finfo(seen.dtype).tiny)
 
 
 def local_median(norms: np.ndarray) -> np.ndarray:
@@ -49,26 +54,38 @@ class Hindsight(NamedTuple):
     Args:
       median: `[steps]`, see `local_median`.
       ratio: `[steps]`, each norm as a multiple of it; 0 where that isn't defined.
+      outlier: `[steps]`, whether the norm is above twice its local median and stands out against those before it,
+        too: above 1.3 times the median of the last 5, or of the last 50. Where the level falls, as at the start of
+        a run, ordinary norms are far above those to come, and no rule can know.
     """
 
     median: np.ndarray
     ratio: np.ndarray
+    outlier: np.ndarray
+
+    def at(self, steps: slice) -> "Hindsight":
+        """That of some of the steps."""
+        return Hindsight(*(x[steps] for x in self))
 
     def score(self, fired: np.ndarray) -> dict[str, Any]:
         """How a rule's spikes, `[…, steps]`, agree with hindsight; counts `[…]`."""
-        outlier = self.ratio > OUTLIER
         return {
-            "num_outliers": int(outlier.sum()),
-            "num_caught": (fired & outlier).sum(-1),
+            "num_outliers": int(self.outlier.sum()),
+            "num_caught": (fired & self.outlier).sum(-1),
             "num_false_alarms": (fired & (self.ratio < NO_OUTLIER)).sum(-1),
         }
 
 
 def look_back(norms: np.ndarray) -> Hindsight:
     """The `Hindsight` of norms `[steps]`."""
-    median = local_median(norms)
-    usable = is_usable(norms)
-    return Hindsight(median, np.where(usable, norms, 0.0) / np.where(usable, median, 1.0))
+    median, usable = local_median(norms), is_usable(norms)
+    ratio = np.where(usable, norms, 0.0) / np.where(usable, median, 1.0)
+    rows, outlier = np.flatnonzero(usable), np.zeros(norms.shape, bool)
+    kept = norms[rows]
+    for i in np.flatnonzero(ratio[rows] > OUTLIER):
+        before = [np.median(kept[max(0, i - n) : i]) for n in BEFORE] if i else [np.inf]
+        outlier[rows[i]] = kept[i] > NO_OUTLIER * min(before)
+    return Hindsight(median, ratio, outlier)
 
 
 def spike_score(x: np.ndarray) -> float | None:

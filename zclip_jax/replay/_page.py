@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from zclip_jax._extras import require
-from zclip_jax.replay import _figure as figure
+from zclip_jax.replay import _drawing as drawing
 from zclip_jax.replay._replay import Replay
+from zclip_jax.replay.readers._notes import count
 from zclip_jax.replay.readers._recording import Recording
 
 # The traces are SVG. 100,000 steps with three rules took headless Chromium on two CPU cores 2 to 3 s to open and 0.05
@@ -76,37 +77,37 @@ def write_page(
     plot = go.Figure(drawn, _layout(recording, visible)).to_html(
         config=config, full_html=False, div_id="replay", default_height="max(75vh, 30rem)"
     )
-    title = html.escape(f"Replay of {recording.norms.size:,} gradient norms")
+    title = html.escape(f"Replay of {recording.name}: {count(recording.norms.size, 'gradient norm')}")
     page = PAGE.format(title=title, text=_text(recording, results, flags), plot=plot)
     Path(path).write_text(page, encoding="utf-8")
 
 
 def _log_traces(recording: Recording, result: Replay) -> Iterator[dict[str, Any]]:
     norms, loss, bad = recording.norms, recording.loss, np.asarray(result.outcomes.nonfinite)
-    curve = {"mode": "lines+markers" if norms.size <= figure.SHORT else "lines"}
-    kept = ~np.isnan(figure.on_log_axis(norms)) & ~bad
-    yield _trace(recording, kept, norms, "norm %{y:.4g}", figure.NORM, name="norm", **curve)
+    curve = {"mode": "lines+markers" if norms.size <= drawing.SHORT else "lines"}
+    kept = ~np.isnan(drawing.on_log_axis(norms)) & ~bad
+    yield _trace(recording, kept, norms, "norm %{y:.4g}", drawing.NORM, name="norm", **curve)
     if loss is not None:
         curve |= {"showlegend": False, "yaxis": "y2"}
-        yield _trace(recording, np.isfinite(loss), loss, "loss %{y:.4g}", figure.LOSS, **curve)
+        yield _trace(recording, np.isfinite(loss), loss, "loss %{y:.4g}", drawing.LOSS, **curve)
     if bad.any():
         look = {"yaxis": "y3", "marker_symbol": "triangle-down", "marker_size": 10}
         look |= {"name": f"not finite: {bad.sum():,}", "customdata": norms[bad].astype(str)}
         edge = np.full(norms.size, 0.98)
-        yield _trace(recording, bad, edge, "norm %{customdata}", figure.NONFINITE, **look)
+        yield _trace(recording, bad, edge, "norm %{customdata}", drawing.NONFINITE, **look)
 
 
 def _rule_traces(recording: Recording, name: str, result: Replay) -> Iterator[dict[str, Any]]:
-    norms, threshold = recording.norms, figure.on_log_axis(result.outcomes.threshold)
-    hover, color, group = "allowed %{y:.4g}", figure.THRESHOLD, {"legendgroup": "allowed"}
+    norms, threshold = recording.norms, drawing.on_log_axis(result.outcomes.threshold)
+    hover, color, group = "allowed %{y:.4g}", drawing.THRESHOLD, {"legendgroup": "allowed"}
     line = group | {"mode": "lines", "name": f"allowed by {_plain(name)}"}
     dots = group | {"marker_symbol": "square", "marker_size": 5, "showlegend": False}
     yield _trace(recording, np.full(norms.size, True), threshold, hover, color, **line)
-    yield _trace(recording, figure.alone(threshold), threshold, hover, color, **dots)
+    yield _trace(recording, drawing.alone(threshold), threshold, hover, color, **dots)
 
     scale, fired = np.asarray(result.outcomes.clip_scale), np.asarray(result.outcomes.fired)
     details = np.stack([threshold, result.outcomes.z_score, scale], axis=-1).astype(np.float32)
-    scaled, most = figure.scaled_only(result), np.zeros_like(fired)
+    scaled, most = drawing.scaled_only(result), np.zeros_like(fired)
     most[np.flatnonzero(fired)[np.argsort(scale[fired])][:MARKERS]] = True
     hover = "<br>".join(
         [
@@ -117,9 +118,9 @@ def _rule_traces(recording: Recording, name: str, result: Replay) -> Iterator[di
     # Over a larger marker, plotly.js would show the hover text of the norm's line instead.
     spike = {"legendgroup": "spikes", "marker_size": 6}
     for steps, color, look in (
-        (scaled, figure.SCALED, {"name": f"scaled, no spike: {scaled.sum():,}"}),
-        (fired & ~most, figure.SPIKE, spike | {"showlegend": False}),
-        (most, figure.SPIKE, spike | {"name": f"spikes: {fired.sum():,}"}),
+        (scaled, drawing.SCALED, {"name": f"scaled, no spike: {scaled.sum():,}"}),
+        (fired & ~most, drawing.SPIKE, spike | {"showlegend": False}),
+        (most, drawing.SPIKE, spike | {"name": f"spikes: {fired.sum():,}"}),
     ):
         if steps.any():
             yield _trace(recording, steps, norms, hover, color, customdata=details[steps], **look)
@@ -129,7 +130,7 @@ def _trace(
     recording: Recording, kept: np.ndarray, y: np.ndarray, hover: str, color: str, **look: Any
 ) -> dict[str, Any]:
     """A scatter trace of the steps `kept`, in half the bytes of float64."""
-    x, title = figure.positions(recording)
+    x, title = drawing.positions(recording)
     where, text = "step %{x}", {}
     if title != "step":
         where, text = "row %{x}, step %{text}", {"text": recording.steps[kept].astype(str)}
@@ -154,7 +155,7 @@ def _layout(recording: Recording, visible: Mapping[str, list[bool]]) -> dict[str
         "template": "simple_white",
         # One x axis for both panels, so that they move together.
         "xaxis": {
-            "title": figure.positions(recording)[1],
+            "title": drawing.positions(recording)[1],
             "anchor": "y2" if two else "y",
             "tickformat": ",~f",
         },
@@ -179,7 +180,7 @@ def _layout(recording: Recording, visible: Mapping[str, list[bool]]) -> dict[str
 def _text(recording: Recording, results: Mapping[str, Replay], flags: Sequence[str]) -> str:
     cadence = f", one every {recording.cadence:,} steps" if recording.cadence > 1 else ""
     about = (
-        f"From {recording.column} in a log recognised as {recording.format}{cadence}. The rules judge the norms as "
+        f"From {recording.column!r}, {recording.format}{cadence}. The rules judge the norms as "
         "they were recorded: had one of them clipped, later norms would have been others."
     )
     notes = list(recording.notes)
@@ -189,9 +190,10 @@ def _text(recording: Recording, results: Mapping[str, Replay], flags: Sequence[s
         notes.append(
             f"Where more than {MARKERS:,} steps in view were scaled, some aren't marked until you zoom in."
         )
+    told = [f"For {next(iter(results))}: {flag}" for flag in flags]
     lists = [
         f'<ul class="{kind}">' + "".join(f"<li>{html.escape(line)}</li>" for line in lines) + "</ul>"
-        for kind, lines in (("flags", flags), ("notes", notes))
+        for kind, lines in (("flags", told), ("notes", notes))
         if lines
     ]
     return "\n".join([f"<p>{html.escape(about)}</p>", *lists])

@@ -1,6 +1,5 @@
 """Runs rules over recorded norms, with the very function that training runs."""
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zclip_jax._rule import Outcome, Rule, as_float, decide_all
+from zclip_jax._rule import Outcome, Rule, as_float, check_rule, decide_all
 from zclip_jax._typing import PyTree
 
 
@@ -65,7 +64,7 @@ def runs(fired: np.ndarray, nonfinite: np.ndarray) -> tuple[int, int]:
     return int(np.max(ends - starts)), int(kept[starts[-1]]) if open_ended else -1
 
 
-def replay(rule: Rule, norms: Any, *, value: Any = None, **extras: Any) -> Replay:
+def replay(rule: Any, norms: Any, *, value: Any = None, **extras: Any) -> Replay:
     """Runs `rule` over recorded norms.
 
     Replay is open loop: it shows the thresholds and rates that the rule would have had on these norms, not the
@@ -78,10 +77,11 @@ def replay(rule: Rule, norms: Any, *, value: Any = None, **extras: Any) -> Repla
       **extras: further arguments of the rule, each an array with the steps along its leading axis.
 
     Returns:
-      A `Replay` with arrays `[steps]`. Works under `jax.vmap` and `jax.jit`; its `summary` on concrete arrays.
+      A `Replay` with arrays `[steps]`. Works under `jax.vmap`, and under `jax.jit`, which spares later calls the
+      compilation; its `summary` on concrete arrays.
 
     Raises:
-      ValueError: `norms` is not one-dimensional, or another argument has another length.
+      ValueError: `rule` is none, `norms` is not one-dimensional, or another argument has another length.
 
     Examples:
       >>> from zclip_jax import rules
@@ -90,19 +90,9 @@ def replay(rule: Rule, norms: Any, *, value: Any = None, **extras: Any) -> Repla
       >>> result.outcomes.fired.tolist(), int(result.summary["num_fired"])
       ([False, False, False, False, True, False], 1)
     """
+    check_rule(rule)
     norms, extras = _inputs(norms, value, extras)
-    return Replay(*_decide_all(rule, norms, **extras))
-
-
-# Compiled once for a rule, and once for a factory: later calls with as many steps are at full speed.
-_decide_all = jax.jit(decide_all, static_argnums=0)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _decide_grid(
-    rule_factory: Callable[..., Rule], columns: dict[str, jax.Array], norms: jax.Array, extras: Any
-) -> Any:
-    return jax.vmap(lambda column: decide_all(rule_factory(**column), norms, **extras))(columns)
+    return Replay(*decide_all(rule, norms, **extras))
 
 
 def sweep(
@@ -135,12 +125,13 @@ def sweep(
         raise ValueError("sweep needs at least one hyperparameter, such as z_thresh=[2.0, 2.5, 3.0]")
     settings = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     for setting in settings:
-        rule_factory(**setting)  # checks numbers, which it can't once they are traced
+        check_rule(rule_factory(**setting))  # checks numbers, too, which it can't once they are traced
     for name in grid:
         _check_traceable(rule_factory, name, settings[0])
     columns = {name: jnp.asarray([setting[name] for setting in settings]) for name in grid}
     norms, extras = _inputs(norms, value, {})
-    return settings, Replay(*_decide_grid(rule_factory, columns, norms, extras))
+    outcomes = jax.jit(jax.vmap(lambda column: decide_all(rule_factory(**column), norms, **extras)))(columns)
+    return settings, Replay(*outcomes)
 
 
 def _check_traceable(rule_factory: Callable[..., Rule], name: str, setting: dict[str, Any]) -> None:
@@ -163,7 +154,8 @@ def as_norms(norms: Any) -> jax.Array:
 
 def _inputs(norms: Any, value: Any, extras: dict[str, Any]) -> tuple[jax.Array, dict[str, Any]]:
     norms = as_norms(norms)
-    rest = extras if value is None else extras | {"value": as_float(value)}
+    with np.errstate(over="ignore"):
+        rest = extras if value is None else extras | {"value": as_float(value)}
     for name, x in rest.items():
         if np.shape(x)[:1] != norms.shape:
             raise ValueError(f"{name} must have {norms.size} steps like norms, got shape {np.shape(x)}")

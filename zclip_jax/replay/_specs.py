@@ -26,11 +26,7 @@ class Spec(NamedTuple):
     label: str
     name: str
     settings: dict[str, Any]
-
-    @property
-    def rule(self) -> Rule:
-        """The rule."""
-        return self.factory()()
+    rule: Rule
 
     def factory(self) -> Callable[..., Rule]:
         """Makes the rule, with some of the settings replaced."""
@@ -80,9 +76,8 @@ def make_spec(label: str, name: str, settings: Mapping[str, Any]) -> Spec:
     for key, value in settings.items():
         if isinstance(defaults.get(key), bool) and not isinstance(value, bool):
             raise ValueError(f"{key} must be true or false, got {value!r}")
-    spec = Spec(label, name, {**defaults, "max_grad_norm": cap, **settings})
-    spec.rule  # noqa: B018  # a rule checks its settings as it is made
-    return spec
+    settings = {**defaults, "max_grad_norm": cap, **settings}
+    return Spec(label, name, settings, make_rule(name, **settings))
 
 
 def parse_grid(pairs: Sequence[str], spec: Spec) -> dict[str, list[int | float]]:
@@ -92,7 +87,9 @@ def parse_grid(pairs: Sequence[str], spec: Spec) -> dict[str, list[int | float]]
         key, equals, values = pair.partition("=")
         numbers = [parse_value(value) for value in values.split(",") if value.strip()]
         if not equals or not numbers or not all(isinstance(x, int | float) for x in numbers):
-            raise ValueError(f"a sweep is written name=number,number,…, got {pair!r}")
+            raise ValueError(
+                f"a sweep is written name=number,number,…, got {pair!r}; compare rules for the rest"
+            )
         if (key := key.strip()) in grid:
             raise ValueError(f"{key} is given twice in a sweep: write {key}=number,number,…")
         grid[key] = numbers
@@ -112,7 +109,7 @@ def parse_value(text: str) -> Any:
     text = text.strip()
     try:
         return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
         return math.inf if text.lower() == "inf" else text
 
 

@@ -4,12 +4,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zclip_jax.replay._outliers import OUTLIER, Hindsight, is_usable
+from zclip_jax.replay._outliers import Hindsight, is_usable
 from zclip_jax.replay._replay import Replay, replay
 from zclip_jax.replay._specs import Spec
 from zclip_jax.replay.readers import Recording
 
-BEFORE = 5  # norms that an outlier must stand out against
 LOOSE = 1.1  # times the limit there would be without the outliers
 
 
@@ -17,13 +16,13 @@ class WarmUp(NamedTuple):
     """The health of a warm-up.
 
     Args:
-      num_norms: in it; 0 for rules without.
-      outlier_steps: its steps above twice their local median and twice the median of the 5 norms before.
+      num_norms: in it; None for rules without one.
+      outlier_steps: those of its steps that are outliers.
       loose_until: the last step on which the outliers raise mean plus two standard deviations by more than a
         tenth; None if there is none after the warm-up.
     """
 
-    num_norms: int
+    num_norms: int | None
     outlier_steps: list[Any]
     loose_until: Any
 
@@ -35,14 +34,13 @@ def warm_up_rows(spec: Spec, norms: np.ndarray) -> np.ndarray:
 
 def examine(spec: Spec, recording: Recording, hindsight: Hindsight, replayed: Replay) -> WarmUp:
     """Compares the limits with those on the same run without the outliers."""
-    norms = recording.norms
-    rows = warm_up_rows(spec, norms)
-    # Where the level falls, norms are far above those to come; an outlier is so above those before it, too.
-    before = [np.median(norms[rows[max(0, i - BEFORE) : i]]) if i else np.inf for i in range(rows.size)]
-    outliers = rows[(hindsight.ratio[rows] > OUTLIER) & (norms[rows] > OUTLIER * np.asarray(before))]
+    if "warmup_steps" not in spec.settings:
+        return WarmUp(None, [], None)
+    rows = warm_up_rows(spec, recording.norms)
+    outliers = rows[hindsight.outlier[rows]]
     until = None
     if outliers.size:
-        calm_norms = norms.copy()
+        calm_norms = recording.norms.copy()
         calm_norms[outliers] = hindsight.median[outliers]
         limits = [x.outcomes.mean + 2 * x.outcomes.std for x in (replayed, replay(spec.rule, calm_norms))]
         as_logged, calm = np.exp(limits) if spec.settings.get("space") == "log" else np.asarray(limits)

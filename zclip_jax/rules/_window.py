@@ -14,8 +14,8 @@ def check_window(name: str, value: Any, least: int) -> None:
         raise ValueError(
             f"{name} must be a Python int, got an array; with optax.inject_hyperparams name it in static_args"
         )
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
+        raise ValueError(f"{name} must be an integer >= {least} and below 2**31, got {value!r}")
 
 
 def push(buffer: jax.Array, count: jax.Array, x: jax.Array) -> jax.Array:

@@ -39,14 +39,15 @@ def level(multiple: Any = 1.65, alpha: Any = 0.95, patience: Any = 25) -> Rule:
         s = (\text{multiple} - 1) (1 + 1/k)\, \mu, \qquad
         \text{fired} \iff n > \mu + s, \qquad t = \mu + s \cdot s / (n - \mu)
 
-    where :math:`t` is the norm allowed on a spike. Absorbs :math:`u = t` on a spike and :math:`u = n` otherwise:
-    :math:`\mu \leftarrow a\mu + (1 - a)u` with :math:`a = \min(\alpha, k / (k + 3))`.
+    where :math:`t` is the norm allowed on a spike. :math:`s` is reported as the standard deviation and
+    :math:`(n - \mu) / s` as the z-score, above 1 on a spike. Absorbs :math:`u = t` on a spike and :math:`u = n`
+    otherwise: :math:`\mu \leftarrow a\mu + (1 - a)u` with :math:`a = \min(\alpha, k / (k + 3))`.
 
     There is no warm-up. The first norm is the first level, and the memory grows with the run, so that a level that
     falls from the first step on is followed, and a spike among the first norms is one.
 
-    A step is off the level if it fires or its norm is below half of the mean. Once there were `patience` more of
-    them than of others, the rule begins again with that norm as the level.
+    A step is off the level if it fires or its norm is below half of the mean. When there have been more than
+    `patience` such steps, less the other steps since, the rule begins again with the last norm as the level.
 
     Args:
       multiple: of the level, above which a norm is a spike, above 1; 1.65 is midway between the 1.3 that ordinary
@@ -90,7 +91,13 @@ def level(multiple: Any = 1.65, alpha: Any = 0.95, patience: Any = 25) -> Rule:
         excess = unfused((as_float(multiple) - 1) * (1 + 1 / count) * mean)
         fired = ~first & (norm > mean + excess)
         limit = mean + unfused(excess * (excess / jnp.where(fired, norm - mean, 1.0)))
-        decision = Decision(threshold=jnp.where(fired, limit, jnp.inf), z_score=0.0, fired=fired, mean=mean)
+        decision = Decision(
+            threshold=jnp.where(fired, limit, jnp.inf),
+            z_score=jnp.where(first, 0.0, (norm - mean) / jnp.where(first, 1.0, excess)),
+            fired=fired,
+            mean=mean,
+            std=excess,
+        )
 
         off = ~first & (fired | (norm < mean / 2))
         num_off = jnp.where(off, state.num_off + 1, jnp.maximum(state.num_off - 1, 0))

@@ -167,7 +167,9 @@ class Columns(dict[str, Column | None]):
         # A step that starts anew each epoch is often beside one that doesn't.
         candidates.sort(key=lambda candidate: restarts[candidate[0]] > 0)
         if not candidates:
-            return np.arange(rows.size), []
+            return np.arange(rows.size), [
+                "no steps in the log: rows are numbered from 0, and how often it was logged is unknown"
+            ]
         name, numbers = candidates[0]
         notes = []
         for other, _ in candidates[1:]:

@@ -41,24 +41,20 @@ def read(path: str | os.PathLike[str], *, column: str | None = None) -> Recordin
 
     Examples:
       >>> import pathlib, tempfile
-      >>> from zclip_jax.replay import readers
+      >>> from zclip_jax.replay import read
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     path = pathlib.Path(folder, "train.log")
       ...     size = path.write_text("step 1 | loss 3.1 | norm 0.5\nstep 3 | loss 2.9 | norm 0.4\n")
-      ...     recording = readers.read(path)
+      ...     recording = read(path)
       >>> recording.norms.tolist(), recording.steps.tolist(), recording.column
       ([0.5, 0.4], [1, 3], 'norm')
       >>> recording.notes
       ('every 2nd step is logged',)
     """
     try:
-        return _read(Path(path), column)
-    except (
-        ValueError,
-        EOFError,
-        zlib.error,
-        gzip.BadGzipFile,
-    ) as error:  # all but the first: a cut or damaged gzip
+        return _read(Path(path), column)._replace(name=Path(path).resolve().name)
+    # All but the first: a cut or damaged gzip.
+    except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(f"{path}: {error}") from None
 
 

@@ -19,6 +19,7 @@ class Recording(NamedTuple):
       cadence: steps from one row to the next, as most rows have it; at least 1.
       notes: what was odd about the log, a sentence each.
       settings: the rule's settings, where the log holds them.
+      name: of the file or folder.
     """
 
     norms: np.ndarray
@@ -29,3 +30,4 @@ class Recording(NamedTuple):
     cadence: int = 1
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = MappingProxyType({})
+    name: str = ""
