@@ -171,7 +171,7 @@ def test_a_rule_by_name_decides_as_the_one_made_by_hand(text, by_hand):
         ("zclip:strategy=min", "strategy must be one of 'reciprocal', 'max', 'mean', got 'min'"),
         ("zclip:patience=0", "patience must be an integer >= 1 or None, got 0"),
         ("zclip:warmup_steps=2.5", "warmup_steps must be an integer >= 1, got 2.5"),
-        ("percentile:window=1e3", "window must be an integer >= 1 and below 2**31, got 1000.0"),
+        ("percentile:window=1e3", "window must be an integer >= 1, got 1000.0"),
         ("zclip:max_grad_norm=low", "max_grad_norm must be a number >= 0 or None, got 'low'"),
         ("zclip:robust_warmup=5", "robust_warmup must be true or false, got 5"),
         ("zclip:robust_warmup=no", "robust_warmup must be true or false, got 'no'"),

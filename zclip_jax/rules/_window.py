@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._rule import safe_sqrt
+from zclip_jax._rule import check_count, safe_sqrt
 
 
 def check_window(name: str, value: Any, least: int) -> None:
@@ -14,8 +14,9 @@ def check_window(name: str, value: Any, least: int) -> None:
         raise ValueError(
             f"{name} must be a Python int, got an array; with optax.inject_hyperparams name it in static_args"
         )
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**31:
-        raise ValueError(f"{name} must be an integer >= {least} and below 2**31, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+    check_count(name, value, least)
 
 
 def push(buffer: jax.Array, count: jax.Array, x: jax.Array) -> jax.Array:
