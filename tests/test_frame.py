@@ -293,6 +293,7 @@ def minimise(tx, problem, steps=20_000):
 CLOSE = 3e-2 * 2**0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", [parabola, rosenbrock])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_converges_behind_zclip_as_without(name, problem):

@@ -44,6 +44,7 @@ def mixed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(text, tmp_path_factory.mktemp("runs") / "mixed", MIXED)
 
 
+@pytest.mark.slow
 def test_every_kind_of_decision_is_made(one_device: list[dict[str, Any]]) -> None:
     """And none of them so narrowly that rounding could turn it."""
     fired = [row["step"] for row in one_device if row["zclip/fired"]]
@@ -59,6 +60,7 @@ def test_eight_devices(mesh: str, one_device: list[dict[str, Any]], text: Path, 
     assert_same(llama.rows(run(text, tmp_path / "run", mesh)), one_device)
 
 
+@pytest.mark.slow
 def test_tensor_parallel(mixed: Path, one_device: list[dict[str, Any]]) -> None:
     assert_same(llama.rows(mixed), one_device)
 

@@ -106,6 +106,7 @@ def assert_equal_trees(tree, expected, **tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), tree, expected)
 
 
+@pytest.mark.slow
 @each_mesh
 def test_equals_the_plain_step(sizes, plain):
     _, (*state, tokens), _ = program(sizes)

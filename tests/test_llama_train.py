@@ -266,6 +266,7 @@ class TestRefusal:
         saved = yaml.safe_load((finished / "config.yaml").read_text())[name]
         assert f"{name}={saved!r}, not {value!r}" in said
 
+    @pytest.mark.slow
     def test_another_corpus(self, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The files that the flags name are no longer what they were."""
         (tmp_path / "a.txt").write_text("abc " * 500)
@@ -282,6 +283,7 @@ class TestRefusal:
         assert "cannot read" in self.refused(capsys, args(text, tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_what_may_change_and_what_fresh_deletes(finished: Path, text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
@@ -310,6 +312,7 @@ def test_other_clipping(clip: str, text: Path, tmp_path: Path) -> None:
         assert not any(row["zclip/capped"] for row in logged)
 
 
+@pytest.mark.slow
 def test_accumulation_changes_rounding_only(finished: Path, text: Path, tmp_path: Path) -> None:
     assert train.main(args(text, tmp_path / "run", spike_steps=NOISE, accumulate=2)) == 0
     expected, logged = rows(finished), rows(tmp_path / "run")

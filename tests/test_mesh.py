@@ -232,6 +232,7 @@ def split_trees(draw):
     return tree, specs
 
 
+@pytest.mark.slow
 @given(split_trees())
 @settings(max_examples=12, deadline=None)
 def test_random_trees(case):

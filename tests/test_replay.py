@@ -70,6 +70,7 @@ def test_a_scan_rounds_as_a_step_does(case, trace):
     jax.tree.map(np.testing.assert_array_equal, scanned, jax.tree.map(lambda *x: np.stack(x), *stepped))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", RULES, ids=[case.name for case in RULES])
 def test_groups_round_as_one_norm_does(case):
     """Norms of groups are judged side by side, in a program that fuses otherwise than that of one norm."""
