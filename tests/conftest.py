@@ -10,9 +10,14 @@ import jaxtyping
 # Every signature of the package is checked against its annotations while the tests run, and only then.
 jaxtyping.install_import_hook("zclip_jax", "beartype.beartype")
 
+import functools
+
 import jax
 import jax.experimental
 import pytest
+
+from zclip_jax._rule import decide_all
+from zclip_jax.replay import _replay, _specs
 
 
 @pytest.fixture
@@ -27,4 +32,19 @@ def x64():
     """The test runs with 64-bit types; older JAX keeps the context manager in `jax.experimental`."""
     enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
     with enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="module")
+def compiled_once():
+    """`replay` of a rule with the same settings and as many steps compiles once, for modules that run many."""
+    make, known = _specs.make_rule, functools.lru_cache(None, typed=True)(_specs.make_rule)
+
+    def make_rule(name, **settings):
+        traced = any(isinstance(x, jax.Array) for x in settings.values())
+        return (make if traced else known)(name, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_specs, "make_rule", make_rule)
+        patch.setattr(_replay, "decide_all", jax.jit(decide_all, static_argnums=0))
         yield

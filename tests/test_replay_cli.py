@@ -1,6 +1,5 @@
 """The command line: exit codes, one line for what is wrong, JSON and nothing else, files, a log's own settings."""
 
-import functools
 import importlib.metadata
 import json
 import math
@@ -8,32 +7,17 @@ import os
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
 from zclip_jax import cli, rules
-from zclip_jax._rule import decide_all
-from zclip_jax.replay import _replay, _specs, recommend, replay
+from zclip_jax.replay import recommend, replay
 from zclip_jax.replay._specs import rule_names
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 NAN = math.nan
 COLUMN = "grad_norm"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_once():
-    """The same rule for the same settings, so that JAX compiles it once for a length."""
-    make, known = _specs.make_rule, functools.lru_cache(None, typed=True)(_specs.make_rule)
-
-    def make_rule(name, **settings):
-        traced = any(isinstance(x, jax.Array) for x in settings.values())
-        return (make if traced else known)(name, **settings)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_specs, "make_rule", make_rule)
-        patch.setattr(_replay, "decide_all", jax.jit(decide_all, static_argnums=0))
-        yield
 
 
 def norms_of(steps=400, seed=0):

@@ -1,26 +1,25 @@
 """What a replay says of a run: rules by name, hindsight, the report, its sentences, and settings chosen."""
 
-import functools
 import inspect
 import itertools
 import json
 import math
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from zclip_jax import rules
-from zclip_jax._rule import decide_all
-from zclip_jax.replay import _recommend, _replay, _specs, _table, recommend, replay
+from zclip_jax.replay import _recommend, _table, recommend, replay
 from zclip_jax.replay._outliers import Hindsight, is_finite, local_median, look_back, spike_score
 from zclip_jax.replay._recommend import CRITERION, GRIDS, Candidate
 from zclip_jax.replay._report import describe_log, describe_sweep, make_report
 from zclip_jax.replay._specs import PRESETS, make_spec, parse_grid, parse_spec, parse_value, rule_names
 from zclip_jax.replay._table import print_report
 from zclip_jax.replay.readers import Recording
+
+pytestmark = pytest.mark.usefixtures("compiled_once")
 
 NAN, INF = math.nan, math.inf
 NAMES = [
@@ -35,21 +34,6 @@ NAMES = [
     "percentile",
 ]
 NAMES += ["sigma_skip", "window_zscore", "zscore"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _compiled_once():
-    """The same rule for the same settings, so that JAX compiles it once for a length."""
-    make, known = _specs.make_rule, functools.lru_cache(None, typed=True)(_specs.make_rule)
-
-    def make_rule(name, **settings):
-        traced = any(isinstance(x, jax.Array) for x in settings.values())
-        return (make if traced else known)(name, **settings)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_specs, "make_rule", make_rule)
-        patch.setattr(_replay, "decide_all", jax.jit(decide_all, static_argnums=0))
-        yield
 
 
 def noise(steps, seed=0, spread=0.1):
