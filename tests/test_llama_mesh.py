@@ -9,6 +9,8 @@ import pytest
 
 from tests import test_llama_train as llama
 
+pytestmark = pytest.mark.slow
+
 environment, text = llama.environment, llama.text  # fixtures
 
 # The cap is hit on a few steps that are no spikes.
@@ -44,7 +46,6 @@ def mixed(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run(text, tmp_path_factory.mktemp("runs") / "mixed", MIXED)
 
 
-@pytest.mark.slow
 def test_every_kind_of_decision_is_made(one_device: list[dict[str, Any]]) -> None:
     """And none of them so narrowly that rounding could turn it."""
     fired = [row["step"] for row in one_device if row["zclip/fired"]]
@@ -54,13 +55,11 @@ def test_every_kind_of_decision_is_made(one_device: list[dict[str, Any]]) -> Non
     assert min(abs(row["zclip/z_score"] - 2.5) for row in one_device) > 0.1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["data=8", "data=4,fsdp=2"])
 def test_eight_devices(mesh: str, one_device: list[dict[str, Any]], text: Path, tmp_path: Path) -> None:
     assert_same(llama.rows(run(text, tmp_path / "run", mesh)), one_device)
 
 
-@pytest.mark.slow
 def test_tensor_parallel(mixed: Path, one_device: list[dict[str, Any]]) -> None:
     assert_same(llama.rows(mixed), one_device)
 

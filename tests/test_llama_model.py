@@ -13,6 +13,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from model import PRESETS, Llama, LlamaConfig, loss_fn, num_params, shard
 
+pytestmark = pytest.mark.slow
+
 SMALL = LlamaConfig(
     vocab_size=32,
     context=16,
@@ -153,7 +155,6 @@ def test_logits_do_not_depend_on_later_tokens() -> None:
         assert not np.allclose(after[:, t], before[:, t])
 
 
-@pytest.mark.slow
 def test_remat_changes_neither_loss_nor_gradients() -> None:
     tokens = jnp.asarray(some_tokens(SMALL))
     found = []
@@ -167,7 +168,6 @@ def test_remat_changes_neither_loss_nor_gradients() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), remat_grads, grads)
 
 
-@pytest.mark.slow
 def test_bfloat16_computes_near_float32_and_keeps_float32_around_it() -> None:
     tokens = jnp.asarray(some_tokens(SMALL))
     model, exact = make(dataclasses.replace(SMALL, dtype="bfloat16")), make(SMALL)
@@ -233,7 +233,6 @@ def test_parameter_counts(preset: str, expected: int) -> None:
     assert num_params(nnx.state(model)) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 2, 2), (8, 1, 1)])
 def test_sharded_model_equals_single_device(sizes: tuple[int, int, int]) -> None:
     tokens, model = jnp.asarray(some_tokens(SMALL)), make(SMALL)
@@ -255,7 +254,6 @@ def test_sharded_model_equals_single_device(sizes: tuple[int, int, int]) -> None
     )
 
 
-@pytest.mark.slow
 def test_training_under_a_mesh_starts_and_stays_sharded() -> None:
     # Adafactor keeps row and column statistics, whose shapes are not those of the parameters.
     factored = optax.scale_by_factored_rms(min_dim_size_to_factor=4)

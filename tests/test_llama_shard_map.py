@@ -21,6 +21,8 @@ from data import DataConfig
 from model import PRESETS, Llama, LlamaConfig, loss_fn
 from shard_map_step import make_step
 
+pytestmark = pytest.mark.slow
+
 # Axes of 3 and 12 do not divide over 8 devices and those of 24 and 32 do: some leaves split, some are copies.
 LLAMA = LlamaConfig(
     vocab_size=32,
@@ -106,7 +108,6 @@ def assert_equal_trees(tree, expected, **tolerance):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), tree, expected)
 
 
-@pytest.mark.slow
 @each_mesh
 def test_equals_the_plain_step(sizes, plain):
     _, (*state, tokens), _ = program(sizes)
@@ -192,7 +193,6 @@ def test_types_of_other_models(changes):
     assert jax.tree.map(jnp.shape, new_state) == jax.tree.map(jnp.shape, state)
 
 
-@pytest.mark.slow
 def test_main(monkeypatch, capsys):
     monkeypatch.setitem(PRESETS, "tiny", dataclasses.replace(LLAMA, vocab_size=256))
     monkeypatch.setattr(shard_map_step, "DataConfig", lambda: DataConfig(__file__))

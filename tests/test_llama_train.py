@@ -20,6 +20,8 @@ import pytest
 import yaml
 from jax.experimental.compilation_cache import compilation_cache
 
+pytestmark = pytest.mark.slow
+
 flags = importlib.import_module("flags")
 report = importlib.import_module("report")
 train = importlib.import_module("train")
@@ -266,7 +268,6 @@ class TestRefusal:
         saved = yaml.safe_load((finished / "config.yaml").read_text())[name]
         assert f"{name}={saved!r}, not {value!r}" in said
 
-    @pytest.mark.slow
     def test_another_corpus(self, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """The files that the flags name are no longer what they were."""
         (tmp_path / "a.txt").write_text("abc " * 500)
@@ -283,7 +284,6 @@ class TestRefusal:
         assert "cannot read" in self.refused(capsys, args(text, tmp_path / "run"))
 
 
-@pytest.mark.slow
 def test_what_may_change_and_what_fresh_deletes(finished: Path, text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
@@ -297,7 +297,6 @@ def test_what_may_change_and_what_fresh_deletes(finished: Path, text: Path, tmp_
     assert (run_dir / "notes.txt").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("clip", ["fixed", "none"])
 def test_other_clipping(clip: str, text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
@@ -312,7 +311,6 @@ def test_other_clipping(clip: str, text: Path, tmp_path: Path) -> None:
         assert not any(row["zclip/capped"] for row in logged)
 
 
-@pytest.mark.slow
 def test_accumulation_changes_rounding_only(finished: Path, text: Path, tmp_path: Path) -> None:
     assert train.main(args(text, tmp_path / "run", spike_steps=NOISE, accumulate=2)) == 0
     expected, logged = rows(finished), rows(tmp_path / "run")
@@ -341,7 +339,6 @@ def test_the_default_mesh_has_all_devices() -> None:
     assert dict(train.make_mesh("").shape) == {"data": 1, "fsdp": jax.device_count(), "tensor": 1}
 
 
-@pytest.mark.slow
 def test_continuing_on_other_devices(finished: Path, text: Path, tmp_path: Path) -> None:
     """A run of 2 devices, stopped after 25 steps, goes on on 1."""
     run_dir = tmp_path / "run"
@@ -391,7 +388,6 @@ def test_stopping(number: signal.Signals, text: Path, tmp_path: Path, environmen
     assert [row["step"] for row in rows(run_dir)] == list(range(1, step + 1))
 
 
-@pytest.mark.slow
 def test_killed_and_continued(
     finished: Path, text: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -57,6 +57,7 @@ def test_replay_of_the_logged_norms_is_what_training_decided(case):
 
 
 @pytest.mark.parametrize("case", RULES, ids=[case.name for case in RULES])
+@pytest.mark.slow
 @pytest.mark.parametrize("trace", ["shift", "heavy tail"])
 def test_a_scan_rounds_as_a_step_does(case, trace):
     norms, losses = TRACES[trace].astype(np.float32), LOSSES[: len(TRACES[trace])].astype(np.float32)
