@@ -8,7 +8,7 @@ from zclip_jax import rules
 from zclip_jax._clip import clip_by_rule
 from zclip_jax._groups import Granularity, Stacked
 from zclip_jax._norm import AxisNames
-from zclip_jax._rule import check_number
+from zclip_jax._rule import check_cap
 
 
 def zclip(
@@ -85,8 +85,7 @@ def zclip(
       Kumar, Owen, Chowdhury, Güra, "ZClip: Adaptive Spike Mitigation for LLM Pre-Training",
       https://arxiv.org/abs/2504.02507, 2025.
     """
-    if max_grad_norm is not None and not callable(max_grad_norm):
-        check_number("max_grad_norm", max_grad_norm, "a number >= 0 or None", lambda x: x >= 0)
+    check_cap(max_grad_norm)
     rule = rules.zscore(
         alpha=alpha,
         z_thresh=z_thresh,
@@ -149,6 +148,7 @@ def levelclip(
       >>> from zclip_jax import levelclip
       >>> tx = optax.chain(levelclip(), optax.adamw(3e-4))
     """
+    check_cap(max_grad_norm)
     return clip_by_rule(
         rules.at_most(rules.level(multiple, alpha, patience), max_grad_norm),
         prior_norms=prior_norms,

@@ -228,6 +228,12 @@ def check_count(name: str, value: Any, least: int, accepted: str = "") -> None:
     check_number(name, value, "below 2**31, as far as int32 counts", lambda x: x < 2**31)
 
 
+def check_cap(value: Any) -> None:
+    """Raises ValueError unless `value` can be `max_grad_norm`: a number, None, or a schedule, taken unseen."""
+    if value is not None and not callable(value):
+        check_number("max_grad_norm", value, "a number >= 0 or None", lambda x: x >= 0)
+
+
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
     if value not in choices:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zclip_jax import rules
-from zclip_jax._rule import Rule, check_number
+from zclip_jax._rule import Rule, check_cap
 
 # The presets, by the rule inside and the cap that each has by default.
 PRESETS = {"zclip": ("zscore", 1.0), "levelclip": ("level", 1.0), "autoclip": ("percentile", None)}
@@ -36,8 +36,7 @@ class Spec(NamedTuple):
 def make_rule(name: str, *, max_grad_norm: Any = None, **settings: Any) -> Rule:
     """The rule or preset of that name, below a cap."""
     inner, _ = PRESETS.get(name, (name, None))
-    if max_grad_norm is not None:
-        check_number("max_grad_norm", max_grad_norm, "a number >= 0 or None", lambda x: x >= 0)
+    check_cap(max_grad_norm)
     return rules.at_most(getattr(rules, inner)(**settings), max_grad_norm)
 
 
