@@ -6,7 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zclip_jax._rule import Decision, Rule, as_float, check_count, check_number, moving_mean, unfused
+from zclip_jax._checks import check_count, check_number
+from zclip_jax._numerics import as_float, increment, moving_mean, unfused
+from zclip_jax._rule import Decision, Rule
 from zclip_jax._typing import FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
@@ -16,8 +18,6 @@ YOUNG = 3.0
 TAIL_DECAY = 0.99
 # Of a normal variable: its standard deviation as a multiple of its mean upward deviation.
 STD_PER_RISE = math.sqrt(2 * math.pi)
-# Norms are counted so far and no further: an int32 would wrap.
-MOST = 2**31 - 1
 # Times the level a norm may be to be absorbed whole, or has to be below it to count as off it.
 FAR = 2.0
 # The logarithm of the trigger over the level, at most, so that it can't overflow.
@@ -112,7 +112,7 @@ def level(multiple: Any = 1.65, alpha: Any = 0.95, patience: Any = 25, num_std: 
             num_off=jnp.zeros((), jnp.int32),
         )
 
-    def update(norm, state, **extra_args):
+    def update(norm, state, /, **extra_args):
         del extra_args
         norm, mean, rise = as_float(norm), as_float(state.mean), as_float(state.rise)
         first = state.num_norms == 0
@@ -128,6 +128,7 @@ def level(multiple: Any = 1.65, alpha: Any = 0.95, patience: Any = 25, num_std: 
         limit = mean + unfused(excess * beyond)
         decision = Decision(
             threshold=jnp.where(fired, limit, jnp.inf),
+            trigger=trigger,
             z_score=jnp.where(first, 0.0, (norm - mean) / jnp.where(first, 1.0, excess)),
             fired=fired,
             mean=mean,
@@ -136,7 +137,8 @@ def level(multiple: Any = 1.65, alpha: Any = 0.95, patience: Any = 25, num_std: 
 
         low = ~first & (norm < mean / FAR)
         nearer = state.num_off - jnp.sign(state.num_off)
-        num_off = jnp.where(fired, state.num_off + 1, jnp.where(low, state.num_off - 1, nearer))
+        further = jnp.where(fired, increment(state.num_off), -increment(-state.num_off))
+        num_off = jnp.where(fired | low, further, nearer)
         afresh = first | (jnp.abs(num_off) > jnp.asarray(patience, jnp.int32))
         decay = jnp.minimum(as_float(alpha), count / (count + YOUNG))
         absorbed = jnp.minimum(jnp.where(fired, limit, norm), FAR * mean)
@@ -144,7 +146,7 @@ def level(multiple: Any = 1.65, alpha: Any = 0.95, patience: Any = 25, num_std: 
         num_above = as_float(jnp.maximum(state.num_off, 0))
         weight = jnp.maximum(1 - TAIL_DECAY, 1 / (count + 1 + YOUNG)) / (1 + num_above)
         return decision, LevelState(
-            num_norms=jnp.where(afresh, 1, jnp.minimum(state.num_norms, MOST - 1) + 1),
+            num_norms=jnp.where(afresh, 1, increment(state.num_norms)),
             mean=jnp.where(afresh, norm, moving_mean(mean, absorbed, decay)),
             rise=jnp.where(first, rise, moving_mean(rise, deviation, 1 - weight)),
             num_off=jnp.where(afresh, 0, num_off),
