@@ -111,10 +111,14 @@ def planted(seed: int, norms: np.ndarray, factor: float) -> tuple[np.ndarray, np
     return norms, at
 
 
-def shifted(seed: int, factor: float, scale: float, probe: int | None = None) -> np.ndarray:
-    """Noise whose level changes at step 400; with `probe`, a spike of 2.5 times the new level so many steps later."""
-    norms = noise(np.random.default_rng(seed), scale, steps=1000)
-    norms[SHIFT_AT:] *= factor
-    if probe is not None:
-        norms[SHIFT_AT + probe] = 2.5 * factor
-    return norms
+def shifted(seed: int, factor: float, scale: float) -> np.ndarray:
+    """Noise whose level changes at step 400."""
+    return noise(np.random.default_rng(seed), scale, steps=1000) * np.where(
+        np.arange(1000) < SHIFT_AT, 1, factor
+    )
+
+
+def risen(seed: int, factor: float, scale: float) -> np.ndarray:
+    """Noise whose level rises so many times, to 1, over the first 20 steps."""
+    ramp = np.minimum(1, (1 + (factor - 1) * np.arange(1000) / 20) / factor)
+    return noise(np.random.default_rng(seed), scale, steps=1000) * ramp
