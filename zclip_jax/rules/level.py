@@ -4,7 +4,6 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from zclip_jax._checks import check_count, check_number
 from zclip_jax._numerics import as_float, increment, moving_mean, unfused
@@ -102,7 +101,7 @@ def level(multiple: Any = 1.65, alpha: Any = 0.95, patience: Any = 25, num_std: 
     check_number("multiple", multiple, "a number > 1", lambda x: x > 1)
     check_number("alpha", alpha, "a number in [0, 1)", lambda x: 0 <= x < 1)
     check_count("patience", patience, least=1)
-    check_number("num_std", num_std, "a finite number >= 0", lambda x: 0 <= x < np.inf)
+    check_number("num_std", num_std, "a finite number >= 0", lambda x: 0 <= x < math.inf)
 
     def init():
         return LevelState(
