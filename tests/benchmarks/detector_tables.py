@@ -30,7 +30,7 @@ RULES: dict[str, Rule] = {
     "`level(num_std=0)`": rules.level(num_std=0.0),
     "`level()`": rules.level(),
 }
-SEEDS, SHIFT_SEEDS = range(200, 210), range(300, 330)
+SEEDS, SHIFT_SEEDS = range(500, 510), range(600, 630)
 OWN_TAIL, YOUNG_STEPS = 3.0, 50
 
 
