@@ -19,7 +19,8 @@ ALLOWED = {
     "_clip": ({"_typing", "_rule", "_norm", "_groups", "_flax"}, {"jax", "numpy", "optax"}),
     "_flax": (set(), {"jax"}),
     "_skip": ({"_typing", "_rule", "_norm", "_flax", "_clip"}, {"jax", "optax"}),
-    "_transplant": ({"_typing", "_clip"}, {"jax"}),
+    "_units": ({"_clip"}, {"jax", "numpy"}),
+    "_transplant": ({"_typing", "_units"}, {"jax", "numpy"}),
     "_presets": ({"_rule", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
     "_metrics": ({"_rule", "_clip", "_skip"}, {"jax"}),
     # Packages of the extra `replay` come through `_extras`.
