@@ -53,6 +53,7 @@ RULES = {
     "zscore, twice scheduled": rules.at_most(rules.zscore(z_thresh=SCHEDULE), SCHEDULE),
     "zscore, bounded": rules.bounded(rules.at_most(rules.zscore(), 1.0), 0.1, SCHEDULE),
     "zscore, loss": rules.loss_aware(rules.at_most(rules.zscore(), SCHEDULE), 1.0),
+    "zscore of logarithms": rules.in_log_space(rules.zscore()),
     "ema, loss": rules.loss_aware(rules.ema(), SCHEDULE),
     "ema": rules.ema(),
     "level": rules.level(),

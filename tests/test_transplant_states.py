@@ -1,5 +1,8 @@
 """`transplant` of states in other clothes: without a type, with schedules, as NumPy, inside an nnx.Optimizer."""
 
+import dataclasses
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +12,7 @@ from flax import nnx, serialization
 from flax.training import train_state
 
 from tests.test_transplant_chains import CHAINS, SCHEDULE, check, custom, trained
-from zclip_jax import clip_by_rule, metrics, rules, transplant, zclip
+from zclip_jax import Rule, clip_by_rule, metrics, rules, transplant, zclip
 
 PARAMS = {"w": jnp.ones(3), "b": jnp.zeros(2)}
 PLAIN = {
@@ -191,6 +194,37 @@ def test_a_schedule_goes_on_where_there_was_one():
     assert report.dropped == ("rule_state ScheduledState",)
 
 
+class Scaled(NamedTuple):
+    rule_state: tuple
+
+
+def scaled(rule):
+    """A combinator of somebody else's: the rule sees ten times the norm."""
+
+    def update(norm, state, /, **extra_args):
+        decision, rule_state = rule.update(10 * norm, state.rule_state, **extra_args)
+        return dataclasses.replace(decision, threshold=decision.threshold / 10), Scaled(rule_state)
+
+    return Rule(init=lambda: Scaled(rule.init()), update=update)
+
+
+@pytest.mark.parametrize("change", [rules.in_log_space, scaled])
+def test_statistics_of_something_else_than_the_norm(change):
+    inner = rules.zscore()
+    for old, new in [(inner, change(inner)), (change(inner), rules.zscore(z_thresh=SCHEDULE))]:
+        fresh = trained(clip_by_rule(new))
+        state, report = check(trained(clip_by_rule(old)), fresh)
+        assert state.rule_state is not fresh
+        assert_equal(state.rule_state, fresh.rule_state)
+        assert report.fresh == ("ClipState: the old one has other statistics, only its totals are carried",)
+    old = trained(clip_by_rule(change(inner)))
+    state, report = check(
+        old, trained(clip_by_rule(rules.at_most(change(rules.zscore(z_thresh=SCHEDULE)), 1.0)))
+    )
+    assert state.rule_state.rule_state.rule_state.mean is old.rule_state.rule_state.mean
+    assert report.fresh == report.dropped == ()
+
+
 def test_another_rule_begins_anew_with_its_schedules():
     old, _ = run(zclip(z_thresh=SCHEDULE), NORMS[:10])
     fresh = clip_by_rule(rules.percentile(p=lambda step: 10.0, window=4)).init(PARAMS)
@@ -198,7 +232,7 @@ def test_another_rule_begins_anew_with_its_schedules():
     assert_equal(state.rule_state, fresh.rule_state)
     assert int(state.num_steps) == 10
     assert report.carried == ()
-    assert report.fresh == ("ClipState: the old one holds other arrays, only its totals are carried",)
+    assert report.fresh == ("ClipState: the old one has other statistics, only its totals are carried",)
     assert report.dropped == ("rule_state ScheduledState", "rule_state/rule_state ZScoreState")
 
 
@@ -207,7 +241,7 @@ def test_a_rule_around_another_begins_alone():
     new = clip_by_rule(rules.loss_aware(rules.at_most(rules.ema(), SCHEDULE)))
     state, report = check(old, new.init(PARAMS))
     assert_equal(state.rule_state.rule_state.rule_state, old.rule_state)
-    assert np.isnan(state.rule_state.last_loss)
+    assert not state.rule_state.has_loss
     assert report.fresh == ("rule_state LossAwareState: the old rule has none",)
 
 

@@ -106,13 +106,13 @@ def _as(x: Any, like: Any) -> Any:
 def _same_rule(clip: Unit) -> bool:
     """Whether a matched clip state goes on with some of the old statistics, or neither has any."""
     rules = (clip.inside, clip.partner.inside if clip.partner is not None else [])
-    new, old = ([unit for unit in rule if unit.kind != "ScheduledState"] for rule in rules)
+    new, old = ([unit for unit in rule if not unit.is_schedule] for rule in rules)
     return any(unit.partner is not None for unit in new) or not (new or old)
 
 
 def _schedule_in(new: Unit) -> Unit | None:
     """The old clip state, if `new` is a schedule that its rule had not and the rule goes on."""
-    clip = new.around if new.kind == "ScheduledState" else None
+    clip = new.around if new.is_schedule else None
     return clip.partner if clip is not None and clip.partner is not None and _same_rule(clip) else None
 
 
@@ -141,14 +141,14 @@ def _report(old_units: list[Unit], new_units: list[Unit]) -> TransplantReport:
             part.covered = True
         if new.covered:
             continue
-        if new.partner is not None and not anew:
+        if anew:
+            fresh.append(f"{new.name}: the old one has other statistics, only its totals are carried")
+        elif new.partner is not None:
             carried.append(", ".join([new.name, *_doubts(new)]))
         elif _schedule_in(new) is not None:
             carried.append(f"{new.name}, at the norms seen so far")
         else:
-            fresh.append(
-                f"{new.name}: {_why(new, old_units)}{', only its totals are carried' if anew else ''}"
-            )
+            fresh.append(f"{new.name}: {_why(new, old_units)}")
     dropped = (old.name for old in old_units if old.partner is None and not old.covered)
     return TransplantReport(tuple(carried), tuple(fresh), tuple(dropped))
 

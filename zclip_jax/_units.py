@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zclip_jax._clip import ClipState
+from zclip_jax._state import ClipState
+from zclip_jax.rules._schedules import ScheduledState
+from zclip_jax.rules.combinators import LossAwareState
 
 Path = tuple[Any, ...]
 
@@ -18,6 +20,8 @@ INNER = ("inner_state", "inner_states", "opt_state", "optimizer_state", "rule_st
 ACCEPTED = (
     "an optimizer state, such as tx.init and tx.update return or optimizer.opt_state of an nnx.Optimizer"
 )
+# Inside of these a rule sees the norms as they are.
+OF_NORMS = (ScheduledState, LossAwareState)
 ARRAYS = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
@@ -30,6 +34,7 @@ class Unit:
       node: what stands there.
       typed: whether it has a type that says what its arrays mean, which an array, a dict or a tuple has not.
       own: its arrays by their path within it, without those of the units inside.
+      within: in a rule, the types around it that may change what it keeps the statistics of.
       around: the `ClipState` that it belongs to, or the plain tuple or dict that it is an item of.
       inside: all units inside of it, outer ones first.
       partner: the unit of the other tree that it is matched with.
@@ -40,6 +45,7 @@ class Unit:
     node: Any
     typed: bool
     own: dict[Path, Any]
+    within: tuple[str, ...]
     around: "Unit | None"
     inside: "list[Unit]" = dataclasses.field(default_factory=list)
     partner: "Unit | None" = None
@@ -50,12 +56,17 @@ class Unit:
         # The keys of the dicts on the way: names in a chain, labels of a partition, hyperparameters.
         self.keys = [key.key for key in self.path if isinstance(key, jax.tree_util.DictKey)]
         self.is_clip = isinstance(self.node, ClipState)
-        self.kind = "array" if is_leaf(self.node) else type(self.node).__name__
-        array = f"{jnp.result_type(self.node)}{list(jnp.shape(self.node))}" if self.kind == "array" else ""
-        self.name = f"{path_name(self.path)} {array or self.kind}".strip()
+        self.is_schedule = isinstance(self.node, ScheduledState)
+        name = type(self.node).__name__
+        self.kind = (*self.within, "array" if is_leaf(self.node) else name)
+        if is_leaf(self.node):
+            name = f"{jnp.result_type(self.node)}{list(jnp.shape(self.node))}"
+        self.name = f"{path_name(self.path)} {name}".strip()
 
 
-def find_units(node: Any, path: Path = (), around: Unit | None = None, chain: bool = True) -> Iterator[Unit]:
+def find_units(
+    node: Any, path: Path = (), within: tuple[str, ...] = (), around: Unit | None = None, chain: bool = True
+) -> Iterator[Unit]:
     """The units of an optimizer state, outer ones first.
 
     A plain tuple or dict without typed states is one unit. Where a `chain` can stand, its items are units too.
@@ -63,19 +74,21 @@ def find_units(node: Any, path: Path = (), around: Unit | None = None, chain: bo
     children, typed = one_level(node), _is_typed(node)
     if not jax.tree.leaves(node):
         return
+    in_rule = around is not None and around.is_clip and not isinstance(node, OF_NORMS)
+    inside = (*within, type(node).__name__) if in_rule else within
     if not typed and _holds_state(node):
         for key, child in children:
-            yield from find_units(child, path + key, around, chain=False)
+            yield from find_units(child, path + key, inside, around, chain=False)
         return
     inner = [(key, child) for key, child in children if typed and _is_inner(key, child)]
     keys = {key for key, _ in inner}
     own = {key: x for key, x in jax.tree_util.tree_leaves_with_path(node) if key[:1] not in keys}
-    unit = Unit(path, node, typed, own, around)
+    unit = Unit(path, node, typed, own, within, around)
     if unit.is_clip or not typed:
         around = unit
     for key, child in inner or (() if typed or not chain else children):
         unit.inside += find_units(
-            child, path + key, around, chain=typed and "rule_state" not in path_name(key)
+            child, path + key, inside, around, chain=typed and "rule_state" not in path_name(key)
         )
     if own:
         yield unit
@@ -99,7 +112,7 @@ def match(old_units: list[Unit], new_units: list[Unit]) -> None:
 
     def rank(pair):
         new, old = pair
-        inside = ((a, b) for a in new.inside for b in old.inside if a.kind == b.kind != "ScheduledState")
+        inside = ((a, b) for a in new.inside for b in old.inside if a.kind == b.kind and not a.is_schedule)
         shares = any(same_own(a, b) for a, b in inside)
         return -len(new.leaves) if same(new, old) else 0, new.keys != old.keys, not shares
 
