@@ -1,6 +1,7 @@
 """`transplant` between any two of many chains: nothing crosses, nothing is untold, nothing changes its shape."""
 
 import dataclasses
+import functools
 import re
 from typing import NamedTuple
 
@@ -10,6 +11,8 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from zclip_jax import clip_by_rule, rules, skip_by_rule, transplant, zclip
 
@@ -191,3 +194,43 @@ def test_into_the_same_chain_all_is_carried(name, states):
     state, report = check(old, new)
     assert all(a is b for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(old), strict=True))
     assert report.fresh == report.dropped == ()
+
+
+BASES = {"zscore": rules.zscore, "ema": rules.ema, "level": rules.level, "fixed": lambda: rules.fixed(1.0)}
+AROUND = {
+    "at_most": lambda rule: rules.at_most(rule, 1.0),
+    "at_most, scheduled": lambda rule: rules.at_most(rule, SCHEDULE),
+    "bounded, scheduled": lambda rule: rules.bounded(rule, 0.1, SCHEDULE),
+    "loss": lambda rule: rules.loss_aware(rule),
+    "loss, scheduled": lambda rule: rules.loss_aware(rule, SCHEDULE),
+    "log": rules.in_log_space,
+}
+nests = st.tuples(st.sampled_from(sorted(BASES)), st.lists(st.sampled_from(sorted(AROUND)), max_size=4))
+
+
+@settings(deadline=None, max_examples=60)
+@given(old=nests, new=nests)
+def test_a_rule_keeps_its_statistics_in_any_nest(old, new):
+    """Of the same norms, or of as many logarithms of logarithms; and its schedules are at the norms seen."""
+
+    def make(base, around):
+        return trained(
+            clip_by_rule(functools.reduce(lambda rule, name: AROUND[name](rule), around, BASES[base]()))
+        )
+
+    before, fresh = make(*old), make(*new)
+    state, report = check(before, fresh)
+
+    def innermost(rule_state):
+        while hasattr(rule_state, "rule_state"):
+            rule_state = rule_state.rule_state
+        return rule_state
+
+    same = old[0] == new[0] and old[1].count("log") == new[1].count("log")
+    kept, was, like = (innermost(x.rule_state) for x in (state, before, fresh))
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(was if same else like), strict=True):
+        assert a is b
+    assert state.num_steps is before.num_steps
+    if same and new[0] != "fixed":
+        assert report.carried[0] == "ClipState"
+        assert not any("ScheduledState" in line for line in report.fresh)

@@ -197,9 +197,10 @@ def check_tree(argument: str, tree: Any) -> None:
 
 def check_types(argument: str, tree: Any, others: Iterable[Unit]) -> None:
     """Raises ValueError if `tree` has the fields of states, as `others` or nnx have them, without their types."""
+    if _is_typed(tree) or _holds_state(tree):
+        return
     fields = {names for unit in others if _holds_state(unit.node) and len(names := _names(unit.node)) > 1}
-    lost = type(tree).__module__.startswith("flax.nnx.statelib") or fields & set(_mappings(tree))
-    if lost and not _is_typed(tree) and not _holds_state(tree):
+    if type(tree).__module__.startswith("flax.nnx.statelib") or fields & set(_mappings(tree)):
         raise ValueError(
             f"{argument} must be {ACCEPTED}; got a {type(tree).__name__} without the types of the states in it: "
             "first restore it into its optimizer, with nnx.update(optimizer, state) or as the structure of tx.init"
