@@ -126,10 +126,16 @@ def test_3_transplant_takes_every_state():
     tell(3, "norms known after a number became a schedule", int(kept.num_norms))
     assert int(kept.num_norms) == 30
 
-    optimizer = nnx.Optimizer(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
-    _, report = transplant(nnx.state(optimizer), optax.chain(zclip(), optax.adam(0.1)).init(ONE))
-    tell(3, "carried from nnx.state", report.carried)
-    assert report.carried
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+    new = nnx.Optimizer(model, optax.chain(zclip(), optax.adam(0.1)), wrt=nnx.Param)
+    _, report = transplant(optimizer, new)
+    tell(3, "carried from an nnx.Optimizer", report.carried)
+    assert "opt_state/1/0 ScaleByAdamState" in report.carried
+    # nnx.state keeps no types, so that Adam's moments could be AdaBelief's.
+    with pytest.raises(ValueError, match=r"^old_opt_state must be .*opt_state of an nnx.Optimizer") as error:
+        transplant(nnx.state(optimizer), new)
+    tell(3, "said to nnx.state", str(error.value))
 
 
 def test_4_a_stacked_layer_axis_split_over_an_explicit_mesh():
