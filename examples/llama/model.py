@@ -34,8 +34,9 @@ class LlamaConfig:
     """Sizes and number formats of a model.
 
     `context` is the longest input. `remat` recomputes each block in the backward pass in place of
-    storing its activations. `dtype` is what matrices are multiplied in, `param_dtype` what the
-    parameters are stored in.
+    storing its activations. `qk_norm` puts an RMSNorm on queries and keys. `dtype` is what matrices
+    are multiplied in, `param_dtype` what the parameters are stored in, `norm_dtype` what RMSNorm
+    computes in: float32 or wider where it is None.
     """
 
     vocab_size: int
@@ -49,8 +50,10 @@ class LlamaConfig:
     rope_theta: float = 10_000.0
     tie_embeddings: bool = False
     remat: bool = False
+    qk_norm: bool = False
     dtype: str = "bfloat16"
     param_dtype: str = "float32"
+    norm_dtype: str | None = None
 
     def __post_init__(self) -> None:
         def check(field: str, ok: bool, accepted: str) -> None:
@@ -65,6 +68,8 @@ class LlamaConfig:
                 check(name, 0 < value < math.inf, "a positive finite number")
             elif field.type is str:
                 check(name, value in TYPE_NAMES, f"one of {', '.join(TYPE_NAMES)}")
+        ok = self.norm_dtype is None or self.norm_dtype in TYPE_NAMES
+        check("norm_dtype", ok, f"None or one of {', '.join(TYPE_NAMES)}")
         heads, kv_heads = self.num_heads, self.num_kv_heads
         check("hidden_size", self.hidden_size % heads == 0, f"a multiple of num_heads={heads}")
         check("hidden_size", self.head_size % 2 == 0, f"an even size for each of {heads} heads")
@@ -169,13 +174,13 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, size: int) -> None:
         self.config = config
-        self.scale = nnx.Param(jnp.ones(config.hidden_size, config.param_dtype))
+        self.scale = nnx.Param(jnp.ones(size, config.param_dtype))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, D]"""
-        wide = x.astype(self.config.wide_dtype)
+        """[..., size] -> [..., size]"""
+        wide = x.astype(self.config.norm_dtype or self.config.wide_dtype)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normed = wide * jax.lax.rsqrt(mean_square + self.config.norm_eps)
         return (normed * self.scale[...].astype(wide.dtype)).astype(x.dtype)
@@ -189,6 +194,8 @@ class Attention(nnx.Module):
         self.wk = _matrix(config, rngs, (hidden, kv_size), COLUMN)
         self.wv = _matrix(config, rngs, (hidden, kv_size), COLUMN)
         self.wo = _matrix(config, rngs, (hidden, hidden), ROW, 0.02 / math.sqrt(2 * config.num_layers))
+        self.q_norm = RMSNorm(config, config.head_size) if config.qk_norm else None
+        self.k_norm = RMSNorm(config, config.head_size) if config.qk_norm else None
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, D], causal; query head n reads key/value head n // G."""
@@ -197,6 +204,8 @@ class Attention(nnx.Module):
         q = _project(x, self.wq, config.dtype).reshape(batch, time, heads, head)
         k = _project(x, self.wk, config.dtype).reshape(batch, time, kv_heads, head)
         v = _project(x, self.wv, config.dtype).reshape(batch, time, kv_heads, head)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         q = q.reshape(batch, time, kv_heads, heads // kv_heads, head)
 
@@ -226,9 +235,9 @@ class FeedForward(nnx.Module):
 
 class Block(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs) -> None:
-        self.attention_norm = RMSNorm(config)
+        self.attention_norm = RMSNorm(config, config.hidden_size)
         self.attention = Attention(config, rngs=rngs)
-        self.ffn_norm = RMSNorm(config)
+        self.ffn_norm = RMSNorm(config, config.hidden_size)
         self.ffn = FeedForward(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
@@ -255,7 +264,7 @@ class Llama(nnx.Module):
             return Block(config, rngs=rngs)
 
         self.blocks = stack(rngs)
-        self.norm = RMSNorm(config)
+        self.norm = RMSNorm(config, config.hidden_size)
         self.head = None if tied else _matrix(config, rngs, (hidden, vocab), COLUMN)
         shard(self)
 

@@ -1,0 +1,189 @@
+"""Tables: a number of each run, against a reference, over seeds.
+
+A table of an experiment's file has: `title`, `block`, `lacks` (what it does not show), `number`, and if needed `rows`
+and `columns` (`arm`, `cell` or a setting that the block varies), `against` (`best fixed`, `arm:NAME`, `cell:NAME`),
+`over` (a setting of which each arm gets its best value), `only` (a selection), `summary`, `unit`, `digits`.
+"""
+
+import collections
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Record = Mapping[str, Any]
+Grid = dict[tuple[Any, Any], dict[int, float]]  # by row and column, then by seed
+SPEC = {
+    "title",
+    "block",
+    "lacks",
+    "number",
+    "rows",
+    "columns",
+    "against",
+    "over",
+    "only",
+    "summary",
+    "unit",
+    "digits",
+}
+MINUS = "\N{MINUS SIGN}"
+
+
+def grid_of(spec: Mapping[str, Any], found: Sequence[Record]) -> Grid:
+    """The table's numbers. Those of failed runs are infinite, those of runs without a result are absent."""
+    row, column = spec.get("rows", "arm"), spec.get("columns", "cell")
+    records = [r for r in found if r["block"] == spec["block"]]
+    only = spec.get("only", {})
+    chosen = {key: value if isinstance(value, list) else [value] for key, value in only.items()}
+    fits = [r for r in records if all(r[key] in chosen[key] for key in chosen if key != row and key != "arm")]
+    kind, _, name = spec.get("against", "").partition(":")
+    over = ("arm", spec["over"]) if "over" in spec else ("arm",)
+    grid: Grid = {}
+    for (r, c), same in _by(fits, row, column).items():
+        arm = same[0]["arm"]
+        if r not in chosen.get(row, [r]) or arm not in chosen.get("arm", [arm]):
+            continue
+        mine = _best(same, spec["number"], over)
+        if kind:
+            there = [x for x in fits if (x["cell"] == name if kind == "cell" else x[column] == c)]
+            there = [x for x in there if _is_reference(x["arm"], kind, name, arm)]
+            reference = _best(there, spec["number"], over)
+            less = _reach if spec["number"] == "reach" else _minus
+            mine = {seed: less(x, reference[seed]) for seed, x in mine.items() if seed in reference}
+        grid[r, c] = mine
+    return grid
+
+
+def _by(records: Iterable[Record], row: str, column: str) -> dict[tuple[Any, Any], list[Record]]:
+    groups = collections.defaultdict(list)
+    for record in records:
+        groups[record[row], record[column]].append(record)
+    return groups
+
+
+def _is_reference(arm: str, kind: str, name: str, own: str) -> bool:
+    if kind == "best fixed":
+        return arm == "none" or arm.startswith("fixed:")
+    return arm == (own if kind == "cell" else name)
+
+
+def _best(records: Sequence[Record], number: str, choice: Sequence[str]) -> dict[int, Any]:
+    """By seed, the number of the choice that has the lowest mean loss over the *other* seeds.
+
+    So nothing is tuned on what is reported. With one seed there is no other, and with one choice nothing to choose.
+    """
+    options: dict[Any, dict[int, Record]] = collections.defaultdict(dict)
+    for record in records:
+        options[tuple(record[key] for key in choice)][record["seed"]] = record
+    seeds = sorted({seed for runs in options.values() for seed in runs})
+    best = {}
+    for seed in seeds:
+        known = [runs for runs in options.values() if seed in runs]
+        means = [_mean_loss(runs, without=seed if len(seeds) > 1 else None) for runs in known]
+        best[seed] = number_of(known[int(np.argmin(means))][seed], number)
+    return best
+
+
+def _mean_loss(runs: Mapping[int, Record], without: int | None) -> float:
+    losses = [_loss(record) for seed, record in runs.items() if seed != without]
+    return float(np.mean(losses)) if losses else math.inf
+
+
+def _loss(record: Record) -> float:
+    return math.inf if record["failed"] else record["loss"]
+
+
+def number_of(record: Record, number: str) -> Any:
+    if number == "reach":
+        return record
+    if number == "norm":
+        return _number(record["norm_5_50_95"][1])
+    if number == "loss":
+        return _loss(record)
+    return _number(record[number])
+
+
+def _number(x: float | None) -> float:
+    return math.inf if x is None else x
+
+
+def _minus(mine: float, reference: float) -> float:
+    return math.inf if not math.isfinite(mine) or not math.isfinite(reference) else mine - reference
+
+
+def _reach(mine: Record, reference: Record) -> float:
+    """Steps to the reference's last loss, as a part of its steps; infinite where it was not reached."""
+    if reference["failed"]:
+        return math.inf
+    goal, before = reference["held_out"][-1][1], None
+    for step, loss in mine["held_out"]:
+        if loss is not None and loss <= goal:
+            if before is not None:
+                step = before[0] + (step - before[0]) * (before[1] - goal) / (before[1] - loss)
+            return step / reference["steps"]
+        before = None if loss is None else (step, loss)
+    return math.inf
+
+
+def spread(values: Mapping[int, float]) -> tuple[float, float, int]:
+    """Mean and standard error of what is finite, and how many are not."""
+    finite = [x for x in values.values() if math.isfinite(x)]
+    if not finite:
+        return math.nan, math.nan, len(values)
+    error = float(np.std(finite, ddof=1)) / math.sqrt(len(finite)) if len(finite) > 1 else math.nan
+    return float(np.mean(finite)), error, len(values) - len(finite)
+
+
+def cell_text(values: Mapping[int, float], spec: Mapping[str, Any]) -> str:
+    """`+0.012 ± 0.004`; with `unit: "%"` a share in percent."""
+    if not values:
+        return ""
+    mean, error, failed = spread(values)
+    factor, digits = (100, spec.get("digits", 1)) if spec.get("unit") == "%" else (1, spec.get("digits", 3))
+    sign = "+" if spec.get("against") and spec["number"] != "reach" else ""
+    if math.isnan(mean):
+        return f"{failed} of {len(values)} fail"
+    text = f"{mean * factor:{sign}.{digits}f}".replace("-", MINUS)
+    if not math.isnan(error) and not spec.get("unit"):
+        text += f" ± {error * factor:.{digits}f}"
+    return text + (f" ({failed} of {len(values)} fail)" if failed else "")
+
+
+def markdown(spec: Mapping[str, Any], found: Sequence[Record]) -> str:
+    """The table with its seeds, and the sentence on what it does not show."""
+    unknown = set(spec) - SPEC
+    if unknown:
+        raise ValueError(f"a table has no {sorted(unknown)[0]!r}: expected some of {', '.join(sorted(SPEC))}")
+    grid = grid_of(spec, found)
+    rows, columns = (list(dict.fromkeys(key[i] for key in grid)) for i in (0, 1))
+    counts = sorted({len(values) for values in grid.values()})
+    seeds = " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1]))) if counts else "0"
+    summary = ["mean", "worst"] if spec.get("summary") else []
+    lines = [
+        f"**{spec['title']}** {seeds} seed{'' if seeds == '1' else 's'}.",
+        "",
+        f"| | {' | '.join(_name(column, spec.get('columns', 'cell')) for column in columns + summary)} |",
+        "| --- |" + " --: |" * len(columns + summary),
+    ]
+    for row in rows:
+        texts = [cell_text(grid.get((row, column), {}), spec) for column in columns]
+        if summary:
+            means = [spread(grid.get((row, column), {}))[0] for column in columns]
+            fails = any(
+                not math.isfinite(x) for column in columns for x in grid.get((row, column), {}).values()
+            )
+            known = [x for x in means if not math.isnan(x)]
+            for x in (np.mean(known), max(known)) if known else ():
+                texts.append(cell_text({0: float(x)}, spec) + (", fails" if fails else ""))
+        lines.append(f"| {_name(row, spec.get('rows', 'arm'))} | {' | '.join(texts)} |")
+    return "\n".join(lines) + f"\n\n*Not shown:* {' '.join(spec['lacks'].split())}"
+
+
+def _name(value: Any, kind: str) -> str:
+    if value in ("mean", "worst"):
+        return str(value)
+    if kind == "arm":
+        return f"`{value}`"
+    return str(value) if kind == "cell" else f"{kind} {value:g}"
