@@ -57,8 +57,8 @@ class Settings:
     positions: int | None = None  # tokens of each window after the shift
     mix: bool = False  # the first half of the corpus before the shift, the second after it
     trunk: int = 0  # steps with a fixed clip of 1.0, shared by all arms of a seed, before those compared
-    steps: int = 400  # steps compared
-    # The shift comes after a quarter of them.
+    steps: int = 400  # steps compared; a shift comes after a quarter of them
+    evals: int = 5  # measurements of the held-out loss, evenly over them
 
     def __post_init__(self) -> None:
         accepted = {
@@ -82,7 +82,7 @@ class Settings:
                 raise ValueError(f"{name}={value!r}: expected an integer")
             elif isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name}={value!r}: expected a number >= 0 (in YAML, 1e-3 is 1.0e-3)")
-        for name in ("batch", "steps"):
+        for name in ("batch", "steps", "evals"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected at least 1")
 
@@ -90,7 +90,7 @@ class Settings:
 NAMES = [field.name for field in dataclasses.fields(Settings)]
 # What the toy budget makes of every run.
 TOY = {"hidden_size": 16, "ffn_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "context": 8}
-TOY |= {"batch": 2, "steps": 8}
+TOY |= {"batch": 2, "steps": 8, "evals": 8}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -185,7 +185,7 @@ def train(
     first: int,
     steps: int,
     *,
-    evals: int = 10,
+    evals: int,
     trunk: tuple[Tree, np.ndarray] | None = None,
 ) -> tuple[Tree, dict[str, np.ndarray]]:
     """States at the end, and what was logged, [lanes, steps]; `held_out` and `held_out_steps` are [lanes, evals].

@@ -120,7 +120,7 @@ def _curves(plot: Mapping[str, Any], found: Sequence[Record]) -> Any:
         axis.plot(steps, curves["grad_norm"], lw=0.8, alpha=0.7, label="gradient norm")
         axis.set_yscale("log")
         axis.set_title(record["cell"], fontsize=9)
-        axis.tick_params(labelsize=7)
+        axis.tick_params(which="both", labelsize=6)
     for axis in np.atleast_1d(axes).ravel()[len(records) :]:
         axis.set_axis_off()
     np.atleast_1d(axes).ravel()[0].legend(fontsize=7, frameon=False)

@@ -1,13 +1,14 @@
 """Tables: a number of each run, against a reference, over seeds.
 
-A table of an experiment's file has: `title`, `block`, `lacks` (what it does not show), `number`, and if needed `rows`
-and `columns` (`arm`, `cell` or a setting that the block varies), `against` (`best fixed`, `arm:NAME`, `cell:NAME`),
-`over` (a setting of which each arm gets its best value), `only` (a selection), `summary`, `unit`, `digits`.
+A table of an experiment's file has `title`, `block`, `number` and `lacks`, what it does not show. If needed also `rows`
+and `columns` (`arm`, `cell` or a setting that the block varies), `only` (a selection), `against` (`best fixed`, or what
+is other in the reference, such as `{arm: none}`), `over` (a setting of which each arm gets its best value), `summary`,
+`unit`, `digits`; and `several`, a list of such with a `name`, each of which is a column.
 """
 
 import collections
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ SPEC = {
     "summary",
     "unit",
     "digits",
+    "several",
+    "name",
 }
 MINUS = "\N{MINUS SIGN}"
 
@@ -34,39 +37,30 @@ MINUS = "\N{MINUS SIGN}"
 def grid_of(spec: Mapping[str, Any], found: Sequence[Record]) -> Grid:
     """The table's numbers. Those of failed runs are infinite, those of runs without a result are absent."""
     row, column = spec.get("rows", "arm"), spec.get("columns", "cell")
-    records = [r for r in found if r["block"] == spec["block"]]
-    only = spec.get("only", {})
-    chosen = {key: value if isinstance(value, list) else [value] for key, value in only.items()}
-    fits = [r for r in records if all(r[key] in chosen[key] for key in chosen if key != row and key != "arm")]
-    kind, _, name = spec.get("against", "").partition(":")
-    over = ("arm", spec["over"]) if "over" in spec else ("arm",)
+    against, over = spec.get("against"), ("arm", spec["over"]) if "over" in spec else ("arm",)
+    pool = [r for r in found if r["block"] == spec["block"]]
+    chosen = {key: x if isinstance(x, list) else [x] for key, x in spec.get("only", {}).items()}
+    groups: dict[tuple[Any, Any], list[Record]] = collections.defaultdict(list)
+    for record in pool:
+        if all(record[key] in accepted for key, accepted in chosen.items()):
+            groups[record[row], record[column]].append(record)
     grid: Grid = {}
-    for (r, c), same in _by(fits, row, column).items():
-        arm = same[0]["arm"]
-        if r not in chosen.get(row, [r]) or arm not in chosen.get("arm", [arm]):
-            continue
-        mine = _best(same, spec["number"], over)
-        if kind:
-            there = [x for x in fits if (x["cell"] == name if kind == "cell" else x[column] == c)]
-            there = [x for x in there if _is_reference(x["arm"], kind, name, arm)]
+    for place, same in groups.items():
+        grid[place] = _best(same, spec["number"], over)
+        if against:
+            # The same place but for what `against` changes, out of all arms and cells.
+            like = {key: x[0] for key, x in chosen.items()} | {key: same[0][key] for key in ("arm", "cell")}
+            like |= dict(zip((row, column), place, strict=True))
+            like = (
+                like | against if isinstance(against, dict) else {k: x for k, x in like.items() if k != "arm"}
+            )
+            there = [r for r in pool if all(r[key] == x for key, x in like.items())]
+            if not isinstance(against, dict):
+                there = [r for r in there if r["arm"] == "none" or r["arm"].startswith("fixed:")]
             reference = _best(there, spec["number"], over)
-            less = _reach if spec["number"] == "reach" else _minus
-            mine = {seed: less(x, reference[seed]) for seed, x in mine.items() if seed in reference}
-        grid[r, c] = mine
+            less: Any = _reach if spec["number"] == "reach" else _minus
+            grid[place] = {s: less(x, reference[s]) for s, x in grid[place].items() if s in reference}
     return grid
-
-
-def _by(records: Iterable[Record], row: str, column: str) -> dict[tuple[Any, Any], list[Record]]:
-    groups = collections.defaultdict(list)
-    for record in records:
-        groups[record[row], record[column]].append(record)
-    return groups
-
-
-def _is_reference(arm: str, kind: str, name: str, own: str) -> bool:
-    if kind == "best fixed":
-        return arm == "none" or arm.startswith("fixed:")
-    return arm == (own if kind == "cell" else name)
 
 
 def _best(records: Sequence[Record], number: str, choice: Sequence[str]) -> dict[int, Any]:
@@ -156,7 +150,10 @@ def markdown(spec: Mapping[str, Any], found: Sequence[Record]) -> str:
     unknown = set(spec) - SPEC
     if unknown:
         raise ValueError(f"a table has no {sorted(unknown)[0]!r}: expected some of {', '.join(sorted(SPEC))}")
-    grid = grid_of(spec, found)
+    grid, specs = grid_of(spec, found) if "number" in spec else {}, collections.defaultdict(lambda: spec)
+    for part in spec.get("several", ()):
+        specs[part["name"]] = spec | part
+        grid |= {(row, part["name"]): values for (row, _), values in grid_of(spec | part, found).items()}
     rows, columns = (list(dict.fromkeys(key[i] for key in grid)) for i in (0, 1))
     counts = sorted({len(values) for values in grid.values()})
     seeds = " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1]))) if counts else "0"
@@ -168,7 +165,7 @@ def markdown(spec: Mapping[str, Any], found: Sequence[Record]) -> str:
         "| --- |" + " --: |" * len(columns + summary),
     ]
     for row in rows:
-        texts = [cell_text(grid.get((row, column), {}), spec) for column in columns]
+        texts = [cell_text(grid.get((row, column), {}), specs[column]) for column in columns]
         if summary:
             means = [spread(grid.get((row, column), {}))[0] for column in columns]
             fails = any(
@@ -182,8 +179,6 @@ def markdown(spec: Mapping[str, Any], found: Sequence[Record]) -> str:
 
 
 def _name(value: Any, kind: str) -> str:
-    if value in ("mean", "worst"):
-        return str(value)
-    if kind == "arm":
+    if kind == "arm" and value not in ("mean", "worst"):
         return f"`{value}`"
-    return str(value) if kind == "cell" else f"{kind} {value:g}"
+    return value if isinstance(value, str) else f"{kind} {value:g}"

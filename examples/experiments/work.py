@@ -17,7 +17,7 @@ from examples.llama.data import Corpus
 from examples.llama.model import PRESETS
 
 # What a trunk does not depend on.
-FREE = ("fault", "period", "rows", "positions", "steps")
+FREE = ("fault", "period", "rows", "positions", "steps", "evals")
 BINS = 100  # of the curves that are kept for plots
 WINDOW, SIGMAS = 128, 6.0  # of SpikeScore
 Record = dict[str, Any]
@@ -37,7 +37,9 @@ def work(runs: Sequence[Run], cache: Path, max_lanes: int) -> Iterator[list[tupl
         sizes = tuple(getattr(s, name) for name in SIZES)
         key = (sizes, s.preset, s.norm_dtype, s.qk_norm, s.tie_embeddings, s.data, s.vocab_size, s.batch)
         skipped = arm.family if arm.skip else None
-        groups.setdefault((key, s.optimizer, skipped, arm.nonfinite, s.trunk, s.steps), []).append(run)
+        groups.setdefault((key, s.optimizer, skipped, arm.nonfinite, s.trunk, s.steps, s.evals), []).append(
+            run
+        )
     trunks: dict[str, Branch] = {}
     for group in groups.values():
         width = math.ceil(len(group) / math.ceil(len(group) / max_lanes))
@@ -63,7 +65,9 @@ def _work(
     padded = runs + [runs[-1]] * (width - len(runs))  # so that no other program is compiled
     branch = _branches(padded, program, corpus, trunks) if settings.trunk else None
     lanes = [lane_of(run, program) for run in padded]
-    _, series = train(program, lanes, corpus, settings.trunk, settings.steps, trunk=branch)
+    _, series = train(
+        program, lanes, corpus, settings.trunk, settings.steps, evals=settings.evals, trunk=branch
+    )
     seconds = (time.perf_counter() - start) / len(runs)
     told = {"seconds": round(seconds, 2), "corpus": corpus.name, "jax": jax.__version__}
     results = []
