@@ -1,8 +1,8 @@
 """Tables: a number of each run, against a reference, over seeds.
 
 A table of an experiment's file has `title`, `block`, `number` and `lacks`, what it does not show. If needed also
-`rows` and `columns` (`arm`, `cell` or a setting that the block varies), `only` (a selection), `against` (what is other
-in the reference, such as `{arm: none}`, or `best fixed`), `over` (a setting of which each arm gets its best value),
+`rows` and `columns` (`arm`, `cell` or a setting that the block varies), `only` (a selection), `against` (what is
+other in the reference, such as `{arm: none}`, or `best fixed`), `over` (a setting of which each arm gets its best),
 `summary`, `unit`, `digits`; and `several`, a list of such with a `name`, each of which is a column.
 """
 
