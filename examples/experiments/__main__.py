@@ -76,6 +76,14 @@ def run(
     return total
 
 
+def _value(text: str) -> Any:
+    """What YAML makes of it, but for `none` and for numbers such as 1e-3."""
+    try:
+        return int(text) if text.isdigit() else float(text)
+    except ValueError:
+        return None if text == "none" else yaml.safe_load(text)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m examples.experiments",
@@ -99,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.command == "run":
             pairs = [text.partition("=") for text in options.set]
-            overrides = {key: None if value == "none" else yaml.safe_load(value) for key, _, value in pairs}
+            overrides = {key: _value(value) for key, _, value in pairs}
             if options.lanes < 1:
                 raise ValueError(f"--lanes {options.lanes}: expected at least 1")
             run(wanted, options.budget, options.results, options.cache, options.lanes, overrides)
