@@ -137,12 +137,13 @@ def cell_text(values: Mapping[int, float], spec: Mapping[str, Any]) -> str:
     mean, error, failed = spread(values)
     factor, digits = (100, spec.get("digits", 1)) if spec.get("unit") == "%" else (1, spec.get("digits", 3))
     sign = "+" if spec.get("against") and spec["number"] != "reach" else ""
+    fail = "never" if spec["number"] == "reach" else "fail"
     if math.isnan(mean):
-        return f"{failed} of {len(values)} fail"
+        return f"{failed} of {len(values)} {fail}"
     text = f"{mean * factor:{sign}.{digits}f}".replace("-", MINUS)
     if not math.isnan(error) and not spec.get("unit"):
         text += f" ± {error * factor:.{digits}f}"
-    return text + (f" ({failed} of {len(values)} fail)" if failed else "")
+    return text + (f" ({failed} of {len(values)} {fail})" if failed else "")
 
 
 def markdown(spec: Mapping[str, Any], found: Sequence[Record]) -> str:
@@ -167,13 +168,11 @@ def markdown(spec: Mapping[str, Any], found: Sequence[Record]) -> str:
     for row in rows:
         texts = [cell_text(grid.get((row, column), {}), specs[column]) for column in columns]
         if summary:
-            means = [spread(grid.get((row, column), {}))[0] for column in columns]
-            fails = any(
-                not math.isfinite(x) for column in columns for x in grid.get((row, column), {}).values()
-            )
-            known = [x for x in means if not math.isnan(x)]
-            for x in (np.mean(known), max(known)) if known else ():
-                texts.append(cell_text({0: float(x)}, spec) + (", fails" if fails else ""))
+            all_values = [grid.get((row, column), {}) for column in columns]
+            good = [spread(x)[0] for x in all_values if x and all(map(math.isfinite, x.values()))]
+            without = f" without {len(columns) - len(good)}" if len(good) < len(columns) else ""
+            texts.append(cell_text({0: float(np.mean(good))}, spec) + without if good else "")
+            texts.append("fails" if without else cell_text({0: max(good)}, spec))
         lines.append(f"| {_name(row, spec.get('rows', 'arm'))} | {' | '.join(texts)} |")
     return "\n".join(lines) + f"\n\n*Not shown:* {' '.join(spec['lacks'].split())}"
 

@@ -118,7 +118,7 @@ def summary(series: Mapping[str, np.ndarray], no_context: float) -> Record:
     """One run's record. A run has failed if its held-out loss is no number, or above that of letter counts."""
     held_out, norms = series["held_out"], series["grad_norm"]
     last = float(held_out[-1])
-    failed = None if last < no_context else "diverged" if math.isfinite(last) else "NaN"
+    failed = None if last < no_context else "unlearnt" if math.isfinite(last) else "NaN"
     finite = norms[np.isfinite(norms)]
     low, median, high = np.percentile(finite, [5, 50, 95]) if len(finite) else [math.nan] * 3
     scaled = (series["clip_scale"] < 1) | series["nonfinite"]
