@@ -63,8 +63,8 @@ class Hindsight(NamedTuple):
     ratio: np.ndarray
     outlier: np.ndarray
 
-    def at(self, steps: slice) -> "Hindsight":
-        """That of some of the steps."""
+    def at(self, steps: slice | np.ndarray) -> "Hindsight":
+        """Hindsight on some of the steps alone."""
         return Hindsight(*(x[steps] for x in self))
 
     def score(self, fired: np.ndarray) -> dict[str, Any]:

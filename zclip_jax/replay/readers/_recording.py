@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zclip_jax.replay.readers._notes import cadence_of, notes_on_norms, notes_on_steps
+
 
 class Recording(NamedTuple):
-    """The gradient norms of a recorded run, in the order of the log.
+    """The gradient norms of a recorded run, or of several one after the other, in the order of the log.
 
     Args:
       norms: float64 `[n]`, before clipping; NaN and infinite ones are kept.
@@ -20,6 +22,7 @@ class Recording(NamedTuple):
       notes: what was odd about the log, a sentence each.
       settings: the rule's settings, where the log holds them.
       name: of the file or folder.
+      starts: the rows where the runs begin, 0 the first.
     """
 
     norms: np.ndarray
@@ -31,3 +34,24 @@ class Recording(NamedTuple):
     notes: tuple[str, ...] = ()
     settings: Mapping[str, Any] = MappingProxyType({})
     name: str = ""
+    starts: tuple[int, ...] = (0,)
+
+    @property
+    def runs(self) -> "tuple[Recording, ...]":
+        """Each run as a `Recording` of its own, with its own cadence and notes."""
+        if len(self.starts) == 1:
+            return (self,)
+        ends = (*self.starts[1:], self.norms.size)
+        return tuple(self._part(slice(*rows)) for rows in zip(self.starts, ends, strict=True))
+
+    def _part(self, rows: slice) -> "Recording":
+        norms, steps = self.norms[rows], self.steps[rows]
+        cadence = cadence_of(steps)
+        return self._replace(
+            norms=norms,
+            steps=steps,
+            loss=None if self.loss is None else self.loss[rows],
+            cadence=cadence,
+            notes=(*notes_on_steps(steps, cadence), *notes_on_norms(norms, steps)),
+            starts=(0,),
+        )
