@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zclip_jax._checks import check_number
-from zclip_jax._numerics import as_float
+from zclip_jax._numerics import INT32_MAX, as_float
 from zclip_jax._rule import Outcome, Rule, check_rule, decide_all
 from zclip_jax._typing import PyTree
 
@@ -98,8 +98,8 @@ def replay(rule: Any, norms: Any, *, value: Any = None, **extras: Any) -> Replay
 
 
 def sweep(
-    rule_factory: Callable[..., Rule], norms: Any, *, value: Any = None, **grid: Sequence[int | float]
-) -> tuple[list[dict[str, int | float]], Replay]:
+    rule_factory: Callable[..., Rule], norms: Any, *, value: Any = None, **grid: Any
+) -> tuple[list[dict[str, Any]], Replay]:
     """Replays a rule with every combination of some hyperparameters, in one compiled call.
 
     Args:
@@ -130,7 +130,7 @@ def sweep(
 
 def compile_sweep(
     rule_factory: Callable[..., Rule], grid: Mapping[str, Any]
-) -> tuple[list[dict[str, int | float]], Callable[..., Replay]]:
+) -> tuple[list[dict[str, Any]], Callable[..., Replay]]:
     """Each combination of the grid, and what replays norms with all of them; compiled once for a length."""
     if not grid:
         raise ValueError("sweep needs at least one hyperparameter, such as z_thresh=[2.0, 2.5, 3.0]")
@@ -140,7 +140,7 @@ def compile_sweep(
         check_rule(rule_factory(**setting))  # checks numbers, too, which it can't once they are traced
     for name in numbers:
         _check_traceable(rule_factory, name, settings[0])
-    columns = {name: jnp.asarray([setting[name] for setting in settings]) for name in numbers}
+    columns = {name: _column([setting[name] for setting in settings]) for name in numbers}
     decide = jax.jit(
         lambda columns, norms, extras: jax.vmap(
             lambda column: decide_all(rule_factory(**column), norms, **extras)
@@ -162,10 +162,16 @@ def _numbers(name: str, values: Any) -> list[Any]:
     return listed
 
 
+def _column(values: list[Any]) -> jax.Array:
+    column = np.asarray(values)
+    whole = column.dtype.kind in "iu" and np.abs(column).max() > INT32_MAX  # more than JAX's integers hold
+    return jnp.asarray(column.astype(float) if whole else values)
+
+
 def _check_traceable(rule_factory: Callable[..., Rule], name: str, setting: dict[str, Any]) -> None:
     others = {other: value for other, value in setting.items() if other != name}
     try:
-        jax.eval_shape(lambda x: rule_factory(**others, **{name: x}).init(), setting[name])
+        jax.eval_shape(lambda x: rule_factory(**others, **{name: x}).init(), _column([setting[name]])[0])
     except (TypeError, ValueError):
         raise ValueError(
             f"{name} can't be swept, since the rule's program depends on it: replay one rule for each value"
