@@ -111,6 +111,13 @@ def test_13_what_is_a_grid(grid):
     assert result.outcomes.fired.shape == (2, 31)
 
 
+def test_13_numbers_beyond_int32():
+    found, result = sweep(rules.fixed, [1.0, 1e10], max_norm=[2, 3_000_000_000, 2**40, 2**63 - 1])
+    assert [row["max_norm"] for row in found] == [2, 3_000_000_000, 2**40, 2**63 - 1]
+    assert result.outcomes.fired[:, 1].tolist() == [True, True, False, False]
+    assert result.outcomes.threshold[:, 0].tolist() == [2.0, 3e9, 2.0**40, 2.0**63]
+
+
 @pytest.mark.parametrize(
     "rule", ["zclip:patience=inf", "zclip:warmup_steps=inf", "window_zscore:window=1e400"]
 )
