@@ -329,6 +329,17 @@ def test_the_page_has_the_trigger_and_marks(three, tmp_path, monkeypatch):
     )
 
 
+def test_a_rule_that_never_fires_has_no_line(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    recording = recorded(noise(60))
+    _, results = make_report(recording, [parse_spec("gradient_stabilizer"), parse_spec("zscore")])
+    write_figure(tmp_path / "figure.png", recording, results)
+    labels = drawn[0].axes[0].get_legend_handles_labels()[1]
+    assert "gradient_stabilizer never fires" in labels
+    assert "zscore fires above" in labels
+
+
 def test_joined_replays():
     one, two = (replay_runs(parse_spec("zscore").rule, [recorded(noise(n))])[0] for n in (30, 40))
     both = joined([one, two])

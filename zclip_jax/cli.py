@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         help="draw the norms, above what the rule fires, and the spikes",
     )
     replay_command.add_argument(
-        "--html", metavar="FILE", action=_Once, help="the same as a page to zoom in, without network"
+        "--html", metavar="FILE", action=_Once, help="draw them as a page to zoom in, which needs no network"
     )
     replay_command.set_defaults(command=_replay)
 

@@ -53,3 +53,8 @@ def run_starts(recording: Recording) -> np.ndarray:
 def of_runs(recording: Recording) -> str:
     """What to add to a title where there are several runs."""
     return f" in {len(recording.starts):,} runs" if len(recording.starts) > 1 else ""
+
+
+def name_line(rule: str, trigger: np.ndarray) -> str:
+    """What to call the line above which a rule fires, which may be nowhere."""
+    return f"{rule} {'never fires' if np.isnan(trigger).all() else 'fires above'}"

@@ -18,6 +18,7 @@ from zclip_jax.replay._drawing import (
     START,
     TRIGGER,
     alone,
+    name_line,
     of_runs,
     on_log_axis,
     positions,
@@ -66,8 +67,8 @@ def write_figure(path: str | os.PathLike[str], recording: Recording, results: Ma
     above.plot(x[drawn], norms[drawn], color=NORM, label="norm", **curve)
     for i, (other, its) in enumerate(others):
         line = on_log_axis(its.outcomes.trigger)
-        above.plot(x, line, lw=0.8, color=OTHERS[i % len(OTHERS)], label=f"{plain(other)} fires above")
-    above.plot(x, trigger, lw=0.8, color=TRIGGER, label=f"{plain(name)} fires above")
+        above.plot(x, line, lw=0.8, color=OTHERS[i % len(OTHERS)], label=name_line(plain(other), line))
+    above.plot(x, trigger, lw=0.8, color=TRIGGER, label=name_line(plain(name), trigger))
     above.plot(x[alone(trigger)], trigger[alone(trigger)], "s", ms=3, color=TRIGGER)
     if (marked := scaled | fired).any():
         above.plot(x[marked], allowed[marked], "_", ms=3, color=ALLOWED, label="allowed where scaled")

@@ -106,7 +106,7 @@ def _rule_traces(recording: Recording, name: str, result: Replay) -> Iterator[di
     norms, outcomes = recording.norms, result.outcomes
     allowed, trigger = drawing.on_log_axis(outcomes.threshold), drawing.on_log_axis(outcomes.trigger)
     hover, color, group = "fires above %{y:.4g}", drawing.TRIGGER, {"legendgroup": "trigger"}
-    line = group | {"mode": "lines", "name": f"{_plain(name)} fires above"}
+    line = group | {"mode": "lines", "name": drawing.name_line(_plain(name), trigger)}
     dots = group | {"marker_symbol": "square", "marker_size": 5, "showlegend": False}
     yield _trace(recording, np.full(norms.size, True), trigger, hover, color, **line)
     yield _trace(recording, drawing.alone(trigger), trigger, hover, color, **dots)

@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
 
     Args:
       preset: the transformation, `"zclip"` or `"levelclip"`.
-      settings: some of its arguments by name, no cap among them; the others have their defaults.
+      settings: some of its arguments by name, of which `max_grad_norm` is None; the others have their defaults.
       num_caught: outliers that fire.
       num_false_alarms: steps that fire below 1.3 times their local median.
       num_fired: steps that fire.
