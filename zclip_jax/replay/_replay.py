@@ -164,8 +164,8 @@ def _numbers(name: str, values: Any) -> list[Any]:
 
 def _column(values: list[Any]) -> jax.Array:
     column = np.asarray(values)
-    whole = column.dtype.kind in "iu" and np.abs(column).max() > INT32_MAX  # more than JAX's integers hold
-    return jnp.asarray(column.astype(float) if whole else values)
+    wide = column.dtype.kind in "iu" and np.abs(column).max() > INT32_MAX  # more than JAX's integers hold
+    return jnp.asarray(column.astype(float) if wide else values)
 
 
 def _check_traceable(rule_factory: Callable[..., Rule], name: str, setting: dict[str, Any]) -> None:

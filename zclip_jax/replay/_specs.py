@@ -63,7 +63,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def make_spec(label: str, name: str, settings: Mapping[str, Any]) -> Spec:
-    """A `Spec` after checking name and settings; raises ValueError as `parse_spec`."""
+    """A `Spec` of a rule by name; raises ValueError where it has no such setting or refuses the value."""
     if name not in rule_names():
         raise ValueError(f"no rule is called {name!r}; there are {', '.join(rule_names())}")
     inner, cap = PRESETS.get(name, (name, None))
