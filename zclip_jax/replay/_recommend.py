@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from zclip_jax._rule import decide_all
-from zclip_jax.replay._outliers import NO_OUTLIER, OUTLIER, Hindsight, is_finite, is_usable, look_back
+from zclip_jax.replay._outliers import (
+    NO_OUTLIER,
+    NORMAL_MAD,
+    OUTLIER,
+    OWN_TAIL,
+    Hindsight,
+    is_finite,
+    is_usable,
+    look_back,
+)
 from zclip_jax.replay._replay import LOCKED_IN, as_norms
 from zclip_jax.replay._runs import padded
 from zclip_jax.replay._specs import make_rule
@@ -22,16 +31,20 @@ GRIDS = {
         "min_rel_std": (0.0, 0.12, 0.06, 0.2),
         "alpha": (0.97, 0.98, 0.95, 0.99, 0.9),
     },
-    "levelclip": {"multiple": (1.65, 1.75, 1.55, 1.85, 1.45, 2.0), "alpha": (0.95, 0.97, 0.9)},
+    "levelclip": {
+        "multiple": (1.65, 1.75, 1.55, 1.85, 1.45, 2.0),
+        "num_std": (2.9, 2.5, 3.5),
+        "alpha": (0.95, 0.97, 0.9),
+    },
 }
 ENOUGH_NORMS, ENOUGH_OUTLIERS = 1000, 5
 MANY_FIRED = 0.1  # of the steps: more than spikes
 # A heavy tail: more outliers than spikes are, or a spread with which twice the median is within three deviations.
-MANY_OUTLIERS, WIDE = 0.02, math.log(OUTLIER) / 3
-NORMAL_MAD = 0.6745  # median absolute deviation of a standard normal
+MANY_OUTLIERS, WIDE = 0.02, math.log(OUTLIER) / OWN_TAIL
 
 CRITERION = (
-    "never locked in; then the fewest outliers that don't fire; then the fewest steps that fire below "
+    f"neither locked in nor firing on more than {MANY_FIRED:.0%} of the steps without cause; then the fewest "
+    "outliers of the run's own tail that don't fire; then the fewest steps that fire below "
     f"{NO_OUTLIER:g}x their local median; then the fewest settings changed from the defaults"
 )
 
@@ -42,7 +55,7 @@ class Candidate(NamedTuple):
     Args:
       preset: the transformation, `"zclip"` or `"levelclip"`.
       settings: some of its arguments by name, of which `max_grad_norm` is None; the others have their defaults.
-      num_caught: outliers that fire.
+      num_caught: outliers of the run's own tail that fire.
       num_false_alarms: steps that fire below 1.3 times their local median.
       num_fired: steps that fire.
       locked_in: whether it calls every step of a run from some point on a spike.
@@ -74,7 +87,8 @@ class Recommendation(NamedTuple):
 
     Args:
       best: the candidate chosen.
-      num_outliers: norms above 2 times their local median that stand out against those before them, too.
+      num_outliers: norms above 2 times their local median that stand out against those before them, too, and from
+        the run's own tail.
       num_candidates: how many were tried.
       curve: the trade-off: the same rule at each threshold tried, in ascending order.
       check: what choosing on the first half alone gives on the second, in a sentence.
@@ -92,10 +106,13 @@ class Recommendation(NamedTuple):
 def recommend(*norms: Any) -> Recommendation:
     """Chooses a rule and its settings for one or more runs whose norms were recorded.
 
-    The criterion: never locked in; then the fewest outliers that don't fire (norms above twice their local median,
-    centred, of 101 norms, that stand out against those before them, too); then the fewest steps that fire below 1.3
-    times their local median; then the fewest settings changed from the defaults. Fires in between cost nothing. The
-    cap plays no part, so that `max_grad_norm` is None in the settings chosen.
+    The criterion: neither locked in nor firing, without an outlier, on more than a tenth of the steps; then the
+    fewest outliers that don't fire; then the fewest steps that fire below 1.3 times their local median; then the
+    fewest settings changed from the defaults. Fires in between cost nothing. The cap plays no part, so that
+    `max_grad_norm` is None in the settings chosen.
+
+    An outlier is a norm above twice its local median, centred, of 101 norms, that stands out against those before it,
+    too, and from the run's own tail: its logarithm is more than 3 robust standard deviations above that median's.
 
     Args:
       *norms: of each run a 1-D array, global norms before clipping, oldest first. Each run is judged by itself, with
@@ -116,13 +133,17 @@ def recommend(*norms: Any) -> Recommendation:
       >>> norms[100::100] *= 3
       >>> found = recommend(norms)
       >>> found.best.call, found.best.num_caught, found.num_candidates
-      ('levelclip(multiple=1.65, alpha=0.95, max_grad_norm=None)', 19, 158)
+      ('levelclip(multiple=1.65, num_std=2.9, alpha=0.95, max_grad_norm=None)', 19, 194)
     """
     runs = [np.asarray(its, float) for its in norms if np.size(as_norms(its))]
     size = sum(its.size for its in runs)
     if not any(is_usable(its).any() for its in runs):
         raise ValueError(f"norms must have a finite one above zero among them, got {size} without")
-    hindsight = Hindsight(*map(np.concatenate, zip(*map(look_back, runs), strict=True)))
+    seen = [look_back(its) for its in runs]
+    hindsight, of_tail = (
+        Hindsight(*map(np.concatenate, zip(*each, strict=True)))
+        for each in (seen, [its.of_own_tail() for its in seen])
+    )
     finite, usable = (np.concatenate([which(its) for its in runs]) for which in (is_finite, is_usable))
     settings = [
         (preset, dict(zip(grid, values, strict=True)))
@@ -147,11 +168,13 @@ def recommend(*norms: Any) -> Recommendation:
         return np.any(found, axis=0)
 
     def choose(first: int, last: int) -> int:
-        score = hindsight.at(slice(first, last)).score(fired[:, first:last])
-        order = (changed, score["num_false_alarms"], -score["num_caught"], locked(first, last))
+        score = of_tail.at(slice(first, last)).score(fired[:, first:last])
+        num_idle = fired[:, first:last].sum(-1) - score["num_caught"]
+        bad = locked(first, last) | (num_idle > MANY_FIRED * usable[first:last].sum())
+        order = (changed, score["num_false_alarms"], -score["num_caught"], bad)
         return int(np.lexsort(order)[0])
 
-    score, num_fired, half = hindsight.score(fired), fired.sum(-1), size // 2
+    score, num_fired, half = of_tail.score(fired), fired.sum(-1), size // 2
     candidates = [
         Candidate(preset, {**row, "max_grad_norm": None}, int(caught), int(alarms), int(count), bool(lock))
         for (preset, row), caught, alarms, count, lock in zip(
@@ -159,14 +182,14 @@ def recommend(*norms: Any) -> Recommendation:
         )
     ]
     best = candidates[choose(0, size)]
-    unseen = hindsight.at(slice(half, None)).score(fired[:, half:])
+    unseen = of_tail.at(slice(half, None)).score(fired[:, half:])
     return Recommendation(
         best=best,
         num_outliers=score["num_outliers"],
         num_candidates=len(candidates),
         curve=_curve(best, candidates),
         check=_check(candidates, choose(0, half), unseen),
-        doubts=_doubts(best, hindsight.at(usable)),
+        doubts=_doubts(best, hindsight.at(usable), score["num_outliers"]),
     )
 
 
@@ -204,9 +227,9 @@ def _check(candidates: list[Candidate], chosen: int, unseen: dict[str, Any]) -> 
     )
 
 
-def _doubts(best: Candidate, hindsight: Hindsight) -> tuple[str, ...]:
-    """Why not to trust the choice, of hindsight on the norms that count."""
-    doubts, num_norms, num_outliers = [], hindsight.ratio.size, int(hindsight.outlier.sum())
+def _doubts(best: Candidate, hindsight: Hindsight, num_outliers: int) -> tuple[str, ...]:
+    """Why not to trust the choice, of hindsight on the norms that count and the outliers that it was made on."""
+    doubts, num_norms, num_far = [], hindsight.ratio.size, int(hindsight.outlier.sum())
     if num_norms < ENOUGH_NORMS:
         doubts.append(f"the log is too short: {num_norms:,} norms, and a choice needs {ENOUGH_NORMS:,}")
     if num_outliers < ENOUGH_OUTLIERS:
@@ -224,9 +247,9 @@ def _doubts(best: Candidate, hindsight: Hindsight) -> tuple[str, ...]:
             "clipping them changes the run"
         )
     spread = float(np.median(np.abs(np.log(hindsight.ratio))) / NORMAL_MAD)
-    if num_outliers > MANY_OUTLIERS * num_norms or spread > WIDE:
+    if num_far > MANY_OUTLIERS * num_norms or spread > WIDE:
         doubts.append(
-            f"the norms have a heavy tail: {num_outliers / num_norms:.1%} are outliers, and one standard deviation "
-            f"is {math.exp(spread):.2f}x the local median, so that {OUTLIER:g}x may be an ordinary step"
+            f"the norms have a heavy tail: {num_far / num_norms:.1%} are above {OUTLIER:g}x, and one standard "
+            f"deviation is {math.exp(spread):.2f}x the local median, so that {OUTLIER:g}x may be an ordinary step"
         )
     return tuple(doubts)
