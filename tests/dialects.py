@@ -46,7 +46,7 @@ def pairs(name: str) -> Callable[[Row], str]:
 
 def bar(name: str, of: str = "loss") -> Callable[[Row], str]:
     return lambda r: (
-        f"Epoch 0:  12%|█▏        | {r.step}/{r.total} [01:02<09:08,  9.1it/s, v_num=3, {of}={r.loss}, {name}={r.norm}]"
+        f"Epoch 0:  12%|█▏       | {r.step}/{r.total} [01:02<09:08,  9it/s, v_num=3, {of}={r.loss}, {name}={r.norm}]"
     )
 
 
@@ -196,6 +196,7 @@ TEXT = {
             f" 'param_norm': 812.5,\n 'step': {r.step}}}"
         ),
         steps=None,
+        loss=False,
         commas=False,
     ),
     "CLU": Dialect(

@@ -7,6 +7,8 @@ from decimal import Decimal
 from typing import NamedTuple
 
 import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tests.dialects import PLAIN, SPELLINGS, Dialect, Row
@@ -19,6 +21,27 @@ AGAIN = r"repeat|again|resum|attempt|twice|anew"
 STEPS = r"\bsteps?\b"
 CUT = r"\bcut\b|line end|unfinished|incomplete|damaged|no number|no JSON|runs into"
 RENAMED = r"renam|column|\bnames?\b|called"
+
+
+def extent(max_examples):
+    """Runs a property on so many examples, the same ones each time."""
+
+    def run(holds):
+        checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
+        fast = settings(
+            max_examples=max_examples,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=checks,
+        )
+        fast(holds)()
+
+    return run
+
+
+MANY = 30  # times as many examples in the slow part
+EXTENTS = pytest.mark.parametrize("more", [1, pytest.param(MANY, marks=pytest.mark.slow)])
 
 
 class Reading(NamedTuple):
@@ -40,7 +63,7 @@ class Reading(NamedTuple):
 class Log(NamedTuple):
     """A log, what may be read from it, and whether it shows steps and losses."""
 
-    content: bytes
+    content: bytes | None  # None where it is written already
     readings: list[Reading]
     steps: bool | None = True
     loss: bool = True
@@ -99,8 +122,9 @@ def assert_given_back_or_told(path, log: Log, **options) -> None:
     Raises:
       AssertionError: nothing fits, with what was written, what was read and what the nearest reading asks for.
     """
-    path.write_bytes(log.content)
-    text = log.content.decode(errors="replace")
+    if log.content is not None:
+        path.write_bytes(log.content)
+    text = (log.content or b"").decode(errors="replace")
     try:
         got = read(path, **options)
     except ValueError as error:

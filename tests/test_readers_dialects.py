@@ -4,7 +4,7 @@ import gzip
 import re
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import given_back
@@ -25,12 +25,13 @@ from tests.dialects import (
 from tests.given_back import (
     AGAIN,
     CUT,
+    EXTENTS,
     RENAMED,
-    STEPS,
     Log,
     Reading,
     assert_given_back_or_told,
     attempts,
+    extent,
     joined,
     numberings,
     series,
@@ -54,25 +55,6 @@ COLOURS = {
     "names": (r"[A-Za-z_]{3,}", "\x1b[2m{}\x1b[22m"),
     "lines": (r"[^\r\n]+", "\x1b[K\x1b[33m{}\x1b[39m"),
 }
-
-
-def extent(max_examples):
-    def run(holds):
-        checks = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much]
-        fast = settings(
-            max_examples=max_examples,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=checks,
-        )
-        fast(holds)()
-
-    return run
-
-
-MANY = 30  # times as many examples in the slow part
-EXTENTS = pytest.mark.parametrize("more", [1, pytest.param(MANY, marks=pytest.mark.slow)])
 
 
 @pytest.fixture(scope="module")
@@ -410,4 +392,3 @@ def test_a_crash_in_mid_row_ahead_of_another_run(more, path):
         # The step or loss of the cut row may be unknown, too.
         readings = [reading for reading in readings if reading.rows]
         assert_given_back_or_told(path, Log(content, readings, dialect.steps, dialect.loss, dialect.refused))
-        assert STEPS
