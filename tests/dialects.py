@@ -104,6 +104,18 @@ TEXT = {
         ),
         commas=False,
     ),
+    "two bars": Dialect(
+        lambda r: (
+            f"Epochs:  33%|###3    | 1/3 [00:10<00:20, 10.0s/it]\r\x1b[A\n 12%|#2    | {r.step}/{r.total} "
+            f"[01:02<09:08,  9.12it/s, loss={r.loss}, grad_norm={r.norm}]"
+        ),
+        commas=False,
+    ),
+    "bar without an end": Dialect(
+        lambda r: f"train: {r.step}it [01:02,  9.12it/s, loss={r.loss}, grad_norm={r.norm}]",
+        steps=None,
+        commas=False,
+    ),
     "Keras' bar": Dialect(
         lambda r: (
             f"{r.step}/{r.total} ━━━━━━━━━━━━━━━━━━━━ 1:05 103ms/step - grad_norm: {r.norm} - loss: {r.loss}"
@@ -300,6 +312,18 @@ TEXT = {
     ),
     "step behind the norm": Dialect(lambda r: f"grad_norm={r.norm} loss={r.loss} step={r.step} lr=0.0003"),
     "arrow": Dialect(lambda r: f"[{STAMP}] step {r.step} -> loss: {r.loss}; grad-norm: {r.norm}; lr: 1e-4"),
+    "steps padded": Dialect(
+        lambda r: f"[{r.step:08d}/{r.total:08d}] loss={r.loss} grad_norm={r.norm}", steps=None
+    ),
+    "steps with a point": Dialect(
+        lambda r: f"global_step: {r.step}.0 | loss: {r.loss} | grad_norm: {r.norm}"
+    ),
+    "norms of parts": Dialect(
+        lambda r: (
+            f"step {r.step} | grad_norm/encoder 91.5 | grad_norm/decoder 92.5 | loss {r.loss} | grad_norm {r.norm} | "
+            "grad_norm_max 93.5 | grad_norm_ema 94.5"
+        )
+    ),
     "alone": Dialect(lambda r: f"step {r.step} norm {r.norm}", loss=False),
 } | {f"pipes, {name}": Dialect(pipes(name)) for name in ("gnorm", "grad norm", "Grad Norm", "total_norm")}
 

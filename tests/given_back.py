@@ -16,9 +16,10 @@ from zclip_jax.replay.readers import read
 
 # What notes and errors say, in whatever words.
 RANKS = r"\branks?\b|process|\bhosts?\b|\bworkers?\b"
-RUNS = r"\bruns?\b"
+RUNS = r"\bruns?\b(?! into)"
 AGAIN = r"repeat|again|resum|attempt|twice|anew"
-STEPS = r"\bsteps?\b"
+STEPS = r"\b(no|without|unknown|unclear|shortened|rounded)(\W+\w+){0,2}\W+steps?\b"
+STEPS += r"|\bsteps?(\W+\w+){0,3}\W+(unknown|unclear|shortened|rounded|not)\b"
 CUT = r"\bcut\b|line end|unfinished|incomplete|damaged|no number|no JSON|runs into"
 RENAMED = r"renam|column|\bnames?\b|called"
 
@@ -96,7 +97,7 @@ def differences(got, log: Log, reading: Reading) -> list[str]:
             found.append(f"steps {steps}")
         elif not told(STEPS):
             found.append("a note on steps")
-    elif log.steps and len(set(np.diff(steps))) == 1 and steps[1] > steps[0]:
+    elif log.steps and known == len(rows) and len(set(np.diff(steps))) == 1 and steps[1] > steps[0]:
         found += [f"cadence {steps[1] - steps[0]}"] if got.cadence != steps[1] - steps[0] else []
     losses = [float(row.loss) for row in rows]
     if got.loss is None:

@@ -247,9 +247,15 @@ def test_a_name_that_changes_in_mid_file(more, path):
 
 
 CLIPPED = ["clipped norm", "clipped grad norm", "clipped_grad_norm", "post-clip norm", "grad_norm_after_clip"]
-CLIPPED += ["grad_norm_clipped", "norm after clipping", "grad norm (clipped)"]
+CLIPPED += ["grad_norm_clipped", "norm after clipping", "grad norm (clipped)", "grad_norm_post_clip"]
 UNCLIPPED = ["unclipped norm", "grad norm", "grad_norm", "norm", "pre-clip norm", "raw_grad_norm"]
-UNCLIPPED += ["grad_norm_before_clip", "norm before clipping", "unclipped_grad_norm", "grad norm (unclipped)"]
+UNCLIPPED += [
+    "grad_norm_before_clip",
+    "norm before clipping",
+    "unclipped_grad_norm",
+    "grad norm (unclipped)",
+    "grad_norm_pre_clip",
+]
 
 
 @EXTENTS
@@ -285,7 +291,7 @@ def test_only_clipped_norms_are_told(more, path):
         )
 
 
-SEVERAL = r"several|numbers|values|quartile|more than one|\d+ (norms|numbers)|of (two|three|four|five)"
+SEVERAL = r"several|numbers|values|quartile|more than one|of (two|three|four|five)"
 LISTS = {
     "icefall": "grad-norm quartiles {} 8.1e+01 9.2e+01 9.3e+01 9.9e+02, threshold=1.2e+03",
     "list": "grad_norm: [{}, 81.5, 92.5]",
