@@ -45,6 +45,9 @@ MANY = 30  # times as many examples in the slow part
 EXTENTS = pytest.mark.parametrize("more", [1, pytest.param(MANY, marks=pytest.mark.slow)])
 
 
+LATE = 1000  # no run begins with a later step, but a resumed one may
+
+
 class Reading(NamedTuple):
     """Something that may be read.
 
@@ -205,15 +208,20 @@ def joined(runs: Sequence[list[Row]], kind: str, steps: bool | None = True) -> l
     if len(runs) == 1:
         return [Reading(rows)]
     starts = tuple(sum(map(len, runs[:i])) for i in range(len(runs)))
-    if kind == "fresh":
-        readings = [Reading(rows, starts, (RUNS,))]
-    else:
-        last = {row.step: row for row in rows}
-        kept = [row for i, run in enumerate(runs) for row in run if not _redone(row, runs[i + 1 :])]
-        told = (AGAIN,) if len(last) < len(rows) else ()
-        readings = [Reading(kept, told=told), Reading([last[step] for step in sorted(last)], told=told)]
-    if not steps:  # only epochs, or a form of steps that a reader need not know
-        readings += [Reading(rows, told=(f"{AGAIN}|back|{STEPS}",)), Reading(rows, starts, (RUNS,))]
+    split = Reading(rows, starts, (RUNS,))
+    last = {row.step: row for row in rows}
+    kept = [row for i, run in enumerate(runs) for row in run if not _redone(row, runs[i + 1 :])]
+    said = (AGAIN,) if len(last) < len(rows) else ()
+    redone = [Reading(kept, told=said), Reading([last[step] for step in sorted(last)], told=said)]
+    readings = [split] if kind == "fresh" else redone
+    if kind == "fresh" and rows[0].step > LATE:  # what begins so late may as well be resumed
+        readings += redone
+    if steps is None:  # in a form that a reader need not know, if it says so
+        readings += [Reading(rows, told=(STEPS,)), split]
+    elif not steps:  # only epochs, rounded
+        back = all(float(rows[i - 1].epoch) > float(rows[i].epoch) for i in starts[1:])
+        unsplit = Reading(rows, told=(f"{AGAIN}|back" if back else STEPS,))
+        readings += [split, *([unsplit] if kind == "resumed" or not back else [])]
     return readings
 
 

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests import given_back
+from tests.dialects import Row
 from tests.dialects_records import (
     SHAPES,
     Number,
@@ -30,6 +32,7 @@ from tests.given_back import (
     RANKS,
     RENAMED,
     RUNS,
+    STEPS,
     Log,
     Reading,
     assert_given_back_or_told,
@@ -40,6 +43,7 @@ from tests.given_back import (
     series,
     told,
 )
+from zclip_jax.replay.readers import Recording
 
 TABLES = [name for name, shape in SHAPES.items() if not shape.nested]
 FORMATS = {
@@ -358,9 +362,55 @@ def test_a_config_inside_the_first_row_is_no_norm(more, path):
         assert_given_back_or_told(path, Log(content, [Reading(rows)]))
 
 
-def test_what_says_that_runs_and_repeats_are_told():
-    """The patterns fit sentences that tell it, and none that tell something else."""
-    assert re.search(RUNS, "3 runs in one file")
-    assert re.search(AGAIN, "2 rows repeat an earlier step")
-    assert not re.search(RUNS, "every 2nd step is logged")
-    assert not re.search(AGAIN, "every 2nd step is logged")
+ROWS = [Row(10 * i, str(norm), value=norm) for i, norm in enumerate([0.5, 0.25, 2.5], 1)]
+READ = Recording(np.array([0.5, 0.25, 2.5]), np.array([10, 20, 30]), np.full(3, 2.5), "text log", "norm", 10)
+WRONG = {
+    "norm": {"norms": np.array([0.5, 0.25, 2.501])},
+    "norm, with a note on something else": {
+        "norms": np.array([0.5, 0.25, 2.501]),
+        "notes": ("every 10th step is logged", "1 norm is zero, first at step 3"),
+    },
+    "norms left out": {"norms": np.array([0.5, 0.25]), "steps": np.array([10, 20]), "loss": np.full(2, 2.5)},
+    "step": {"steps": np.array([10, 20, 31])},
+    "loss": {"loss": np.array([2.5, 2.5, 2.0])},
+    "no loss": {"loss": None},
+    "cadence": {"cadence": 1},
+    "told falsely": {"notes": ("the last line is cut off",)},
+}
+
+
+def read_as(path, monkeypatch, log, **fields):
+    monkeypatch.setattr(given_back, "read", lambda path: READ._replace(**fields))
+    assert_given_back_or_told(path, log)
+
+
+def test_the_right_recording_is_accepted(path, monkeypatch):
+    read_as(path, monkeypatch, Log(b"", [Reading(ROWS)], untold="cut off"))
+    cut = Log(b"", [Reading(ROWS[:2], told=(CUT,))])
+    two = {"norms": READ.norms[:2], "steps": READ.steps[:2], "loss": READ.loss[:2]}
+    read_as(path, monkeypatch, cut, notes=("the last line is cut off",), **two)
+    with pytest.raises(AssertionError, match="a note that says"):
+        read_as(path, monkeypatch, cut, notes=("every 10th step is logged",), **two)
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_recording_is_not_accepted(what, path, monkeypatch):
+    with pytest.raises(AssertionError, match="in place of"):
+        read_as(path, monkeypatch, Log(b"", [Reading(ROWS)], untold="cut off"), **WRONG[what])
+
+
+TOLD = {
+    STEPS: ["no steps in the log: rows are numbered from 0", "the bar's steps are rounded"],
+    RUNS: ["3 runs in one file"],
+    AGAIN: ["2 rows repeat an earlier step", "resumed at step 30"],
+    CUT: ["the last line is cut off", "1 line is no JSON object"],
+    RANKS: ["2 ranks log their rows"],
+}
+
+
+def test_what_tells_something_tells_nothing_else():
+    others = ["every 2nd step is logged", "3 norms are not finite, first at step 4", "2 rows have no norm"]
+    for what, notes in TOLD.items():
+        assert all(re.search(what, note) for note in notes)
+        strangers = others + [note for other, notes in TOLD.items() if other != what for note in notes]
+        assert [note for note in strangers if re.search(what, note)] == []
