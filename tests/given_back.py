@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from tests.dialects import PLAIN, SPELLINGS, Dialect, Row
@@ -34,6 +34,7 @@ def extent(max_examples):
             deadline=None,
             derandomize=True,
             database=None,
+            phases=set(settings.default.phases) - {Phase.explain},  # it is slow
             suppress_health_check=checks,
         )
         fast(holds)()

@@ -19,9 +19,11 @@ from tests.dialects import (
     TEXT,
     WRAPPED,
     Dialect,
+    Row,
     pairs,
     pipes,
 )
+from tests.dialects_records import SHAPES, json_lines
 from tests.given_back import (
     AGAIN,
     CUT,
@@ -38,6 +40,7 @@ from tests.given_back import (
     told,
     with_last_cut,
 )
+from zclip_jax.replay.readers import read
 
 FEATURES = ["attempts", "ranks", "prefix", "colours", "CRLF", "encoding", "redrawn", "chatter", "cut"]
 ENCODINGS = ["utf-8-sig", "utf-16", "utf-16-be", "gzip"]
@@ -84,7 +87,7 @@ def prefixed(prefix, text):
 def text_logs(draw, name, features=(), spelling="shortest"):
     """A log in this dialect with these features, as far as they go together."""
     dialect = TEXT[name]
-    one_line = "\n" not in dialect.line(given_back.Row(1, "1")) and dialect.steps
+    one_line = "\n" not in dialect.line(Row(1, "1")) and dialect.steps
     runs, kind = [draw(series(draw(numberings()), spelling))], "fresh"
     if "attempts" in features:
         runs, kind = draw(attempts(draw(numberings()), spelling))
@@ -174,6 +177,25 @@ def test_each_dialect(name, more, path):
         assert_given_back_or_told(path, log)
 
 
+@pytest.mark.parametrize("name", [name for name, kind in (TEXT | SHAPES).items() if not kind.refused])
+def test_the_name_that_is_reported_can_be_asked_for(name, path):
+    rows = [Row(10 * i, f"{i}.5", f"2.{i}", f"{i / 10:.2f}", value=i + 0.5) for i in range(1, 9)]
+    if name in TEXT:
+        path.write_bytes(written(rows, TEXT[name].line))
+    else:
+        path.write_bytes(json_lines([SHAPES[name].record(row) for row in rows]))
+    recording = read(path)
+    assert recording.norms.tolist() == [row.value for row in rows]
+    again = read(path, column=recording.column)
+    assert (again.norms.tolist(), again.column) == (recording.norms.tolist(), recording.column)
+    assert again.steps.tolist() == recording.steps.tolist()
+
+
+def written(rows, *lines):
+    """One line of each kind for every row, in turns."""
+    return "".join(line(row) + "\n" for row in rows for line in lines).encode()
+
+
 @EXTENTS
 @pytest.mark.parametrize("feature", FEATURES)
 def test_each_feature_in_any_dialect(feature, more, path):
@@ -223,11 +245,6 @@ def test_spellings(spelling, more, path):
     @given(logs())
     def holds(log):
         assert_given_back_or_told(path, log)
-
-
-def written(rows, *lines):
-    """One line of each kind for every row, in turns."""
-    return "".join(line(row) + "\n" for row in rows for line in lines).encode()
 
 
 NAMES = ["norm", "grad_norm", "grad norm", "gnorm", "total_norm", "train/grad_norm", "gradient_norm"]
