@@ -371,12 +371,11 @@ COMMAS = {
     "decimal comma": decimal_comma,
     "decimal comma, three places": three_places_with_a_comma,
 }
-SEPARATED = {
+SUFFIXED = {"k, M": suffixed("k", "M"), "K, M": suffixed("K", "M")}
+SEPARATED = {  # so rare that it is enough to say that they are not read
     "underscores": lambda value: (f"{value:,}".replace(",", "_"), value),
     "spaces": lambda value: (f"{value:,}".replace(",", "\u202f"), value),
     "apostrophes": lambda value: (f"{value:,}".replace(",", "'"), value),
-    "k, m": suffixed("k", "m"),
-    "K, M": suffixed("K", "M"),
 }
 WRAPPED = {
     f"{before}…{behind}": wrapped(before, behind)
@@ -399,7 +398,7 @@ WRAPPED = {
         ("(", ")"),
     )
 }
-SPELLINGS = PLAIN | COMMAS | SEPARATED | WRAPPED
+SPELLINGS = PLAIN | COMMAS | SUFFIXED | SEPARATED | WRAPPED
 
 # What stands before the rows of each process, and whether it says so in words that a reader must know.
 RANKS = {

@@ -91,7 +91,7 @@ SHAPES = {
         },
         loss=False,
     ),
-    "ms-swift": Shape(
+    "ms-swift, file": Shape(
         lambda r: {
             "loss": Number(r.loss),
             "grad_norm": Number(r.norm),
@@ -118,8 +118,8 @@ SHAPES = {
             **{"params/norm/total": 812.5, "grad/norm/wte": 0.01},
         )
     ),
-    "EasyLM": Shape(flat("step", "gradient_norm", "loss", param_norm=812.5)),
-    "MaxText": Shape(
+    "EasyLM, file": Shape(flat("step", "gradient_norm", "loss", param_norm=812.5)),
+    "MaxText, file": Shape(
         lambda r: {
             "step": r.step,
             "learning/loss": Number(r.loss),
@@ -151,7 +151,7 @@ SHAPES = {
         nested=True,
         loss=False,
     ),
-    "verl": Shape(
+    "verl, file": Shape(
         lambda r: {
             "step": r.step,
             "data": {"actor/pg_loss": Number(r.loss), "actor/grad_norm": Number(r.norm)},
