@@ -52,7 +52,7 @@ def jsonl(rows):
 
 
 # Text, norms, steps and notes; the last column is the name of the norm.
-NO_STEPS = "no steps in the log: rows are numbered from 0, and how often it was logged is unknown"
+NO_STEPS = "no step found: rows are numbered from 0, and how often it was logged is unknown"
 TEXT = {
     "llm.c, compact": (
         "s:0 tel:11.0\ns:0 trl:10.5 lr:0.001 norm:14.5\ns:1 trl:10.4 lr:0.002 norm:0.27\ns:2 tel:3.0\ns:2 eval:0.3\n",
@@ -258,6 +258,7 @@ def test_names_are_learned_however_late_the_rows_begin(read_text):
 
 TABLES = {
     "commas": ("step,loss,grad_norm\n1,3.5,0.5\n2,3.0,0.25\n", [0.5, 0.25], [1, 2], []),
+    "decimal commas": ("step;grad_norm\n1;0,5\n2;0,25\n", [0.5, 0.25], [1, 2], []),
     "semicolons, quoted": ('"step";"grad_norm"\n"1";"0.5"\n"2";"0.25"', [0.5, 0.25], [1, 2], []),
     "tabs, BOM": ("\ufeffgrad_norm\tstep\n0.5\t1\n0.25\t2\n", [0.5, 0.25], [1, 2], []),
     "Windows": ("step,grad_norm\r\n1,0.5\r\n\r\n2,0.25\r\n", [0.5, 0.25], [1, 2], []),
@@ -371,23 +372,24 @@ def test_a_step_that_does_not_restart_is_preferred(read_text):
     for row in rows:
         del row["_step"]
     notes = [
-        "3 rows repeat an earlier step, first 0; kept in file order",
-        "steps go backwards 1 time, first from 2 to 0",
+        "2 runs stand in this log, one after the other: the first begins in row 0, the others in 3",
     ]
-    check(read_text(jsonl(rows)), [0.5, 1.5, 2.5, 3.5, 4.5, 5.5], [0, 1, 2, 0, 1, 2], notes)
+    recording = read_text(jsonl(rows))
+    check(recording, [0.5, 1.5, 2.5, 3.5, 4.5, 5.5], [0, 1, 2, 0, 1, 2], notes, starts=(0, 3))
 
 
-def test_a_resumed_run_is_kept_in_file_order(read_text):
+def test_of_a_resumed_run_the_last_attempt_counts(read_text):
     steps = [10, 20, 30, 40, 30, 40, 70, 80]
     rows = [{"step": step, "grad_norm": float(i)} for i, step in enumerate(steps)]
     notes = [
+        "the run was resumed 1 time, first from step 40 to 30: the last attempt counts, 2 earlier rows are left out",
         "every 10th step is logged",
-        "2 rows repeat an earlier step, first 30; kept in file order",
-        "steps go backwards 1 time, first from 40 to 30",
         "2 steps are missing in 1 gap, the first after step 40",
         "1 norm is zero, first at step 10",
     ]
-    check(read_text(jsonl(rows)), range(8), steps, notes, cadence=10)
+    check(
+        read_text(jsonl(rows)), [0, 1, 4, 5, 6, 7], [10, 20, 30, 40, 70, 80], notes, cadence=10, starts=(0,)
+    )
 
 
 def test_rows_without_a_step_count_on(read_text):
@@ -514,16 +516,15 @@ def test_tensorboard_resumed_nested_and_cut(tmp_path):
     second.write_bytes(second.read_bytes()[:-3])
     size = len(second.read_bytes())
     recording = read(tmp_path)
-    # The order of the file: a repeated step keeps its norm and its own loss; the one cut off has none.
-    check(recording, [0.5, 1.5, 2.5, 3.5, 3.5, 2.5, 1.5], [0, 1, 2, 3, 2, 3, 4], recording.notes)
-    np.testing.assert_array_equal(recording.loss, [3, 4, 5, 6, 6, 5, 4])
+    # The last attempt of a step counts, with its own loss; the one cut off has no norm.
+    check(recording, [0.5, 1.5, 3.5, 2.5, 1.5], [0, 1, 2, 3, 4], recording.notes)
+    np.testing.assert_array_equal(recording.loss, [3, 4, 6, 5, 4])
     cut, *others = recording.notes
     assert cut.startswith(f"{second.name} is cut off or damaged after ")
     assert cut.endswith(f" of {size:,} bytes")
     assert others == [
         "1 row has no norm and is left out",
-        "2 rows repeat an earlier step, first 2; kept in file order",
-        "steps go backwards 1 time, first from 3 to 2",
+        "the run was resumed 1 time, first from step 3 to 2: the last attempt counts, 2 earlier rows are left out",
     ]
 
 
@@ -597,7 +598,7 @@ ERRORS = {
         "no gradient norm: found step, loss, weight_norm;\nlooked for",
     ),
     "blank column": ("step,grad_norm\n1,\n2,\n", "no gradient norm: found step, grad_norm;"),
-    "decimal commas": ("step;grad_norm\n1;0,5\n", "found step, grad_norm, with '0,5' for a norm;"),
+    "no numbers": ("step;grad_norm\n1;0.5x\n", "found step, grad_norm, with '0.5x' for a norm;"),
     "stray quote": ('step,grad_norm\n1,0.5\n"2,0.5\n' + "3,0.5\n" * 30_000, "CSV that is damaged in line"),
     "clipped norms": (
         jsonl([{"clipped_grad_norm": 1.0, "grad_norm_after_clip": 1.0}]),

@@ -5,7 +5,9 @@ from collections.abc import Iterable, Iterator
 
 from zclip_jax.replay.readers._columns import Columns
 from zclip_jax.replay.readers._names import norm_rank
+from zclip_jax.replay.readers._numbers import parse_number
 from zclip_jax.replay.readers._recording import Recording
+from zclip_jax.replay.readers._series import make_recording
 
 
 def find_delimiter(lines: list[str]) -> str | None:
@@ -19,17 +21,9 @@ def find_delimiter(lines: list[str]) -> str | None:
             continue
         header, row = rows
         is_table = len(header) > 1 or (len(header) == 1 and norm_rank(header[0]) is not None)
-        if is_table and not any(map(_is_number, header)) and any(map(_is_number, row)):
+        if is_table and not any(map(parse_number, header)) and any(map(parse_number, row)):
             return delimiter
     return None
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def read_csv(lines: Iterable[str], column: str | None, delimiter: str) -> Recording:
@@ -39,17 +33,31 @@ def read_csv(lines: Iterable[str], column: str | None, delimiter: str) -> Record
     reader = csv.reader(_without_cut_cell(lines, delimiter, unfinished), delimiter=delimiter)
     row: list[str] = []
     try:
-        header = next(row for row in reader if row)
-        places = [(name, place) for place, name in enumerate(header) if columns[name]]
+        header, notes = _names(next(row for row in reader if row), columns)
+        places = [(name, place) for place, name in enumerate(header) if columns[name] is not None]
         for row in reader:
             if row:
-                columns.add({name: row[place] for name, place in places if place < len(row)})
+                cells = {name: row[place] for name, place in places if place < len(row)}
+                columns.add(cells, tuple(name for name, cell in cells.items() if cell))
     except csv.Error as error:
         raise ValueError(f"CSV that is damaged in line {reader.line_num}: {error}") from None
-    notes = []
-    if unfinished and (len(row) < len(header) or columns[header[-1]]):
+    if unfinished and (len(row) < len(header) or columns[header[-1]] is not None):
         notes.append(f"the last line has no line end, so {unfinished[0]!r} may be cut off and is left out")
-    return columns.recording("CSV", notes)
+    return make_recording(columns, "CSV", notes)
+
+
+def _names(header: list[str], columns: Columns) -> tuple[list[str], list[str]]:
+    """The names of the columns, each another, and a note on those that were there twice."""
+    names: list[str] = []
+    notes = []
+    for name in map(str.strip, header):
+        times = 1 + sum(other == name or other.startswith(f"{name} (") for other in names)
+        if times == 2 and columns[name] is not None:
+            notes.append(
+                f"several columns are called {name}: the first is read, and the next called {name} (2)"
+            )
+        names.append(name if times == 1 else f"{name} ({times})")
+    return names, notes
 
 
 def _without_cut_cell(lines: Iterable[str], delimiter: str, unfinished: list[str]) -> Iterator[str]:

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any, TextIO
+from io import TextIOWrapper
+from typing import Any
 
-from zclip_jax.replay.readers._columns import Columns
+from zclip_jax.replay.readers._columns import Columns, flatten
 from zclip_jax.replay.readers._notes import count, listing, shorten
 from zclip_jax.replay.readers._recording import Recording
+from zclip_jax.replay.readers._series import make_recording
 
 # The flags of examples/llama/train.py that are arguments of `zclip`, and by what name there.
 SETTINGS = {
@@ -37,7 +39,7 @@ def parse_object(line: str) -> dict[str, Any] | None:
     return value if type(value) is dict and end == len(line) else None
 
 
-def read_document(file: TextIO, column: str | None) -> Recording:
+def read_document(file: TextIOWrapper, column: str | None) -> Recording:
     """A whole file of JSON: `{"log_history": [row, …]}` or a list of rows."""
     try:
         document = json.load(file)
@@ -54,14 +56,10 @@ def read_document(file: TextIO, column: str | None) -> Recording:
     columns = Columns(column, typed=True)
     objects = [row for row in rows if isinstance(row, dict)]
     for row in objects:
-        columns.add(row)
+        _add(columns, row)
     others = len(rows) - len(objects)
-    return columns.recording(
-        form,
-        [f"{count(others, 'entry is no row and is', 'entries are no rows and are')} left out"]
-        if others
-        else [],
-    )
+    are = count(others, "entry is no row and is", "entries are no rows and are")
+    return make_recording(columns, form, [f"{are} left out"] if others else [])
 
 
 def read_lines(lines: Iterable[str], column: str | None) -> Recording:
@@ -79,11 +77,20 @@ def read_lines(lines: Iterable[str], column: str | None) -> Recording:
             if config.get("clip") == "zclip":
                 settings = {SETTINGS[flag]: value for flag, value in config.items() if flag in SETTINGS}
         else:
-            columns.add(row)
+            _add(columns, row)
     if num_bad and not line.endswith(("\n", "\r")) and parse_object(line) is None:
         num_bad -= 1
         notes.append("the last line is cut off and left out")
     if num_bad:
         are = count(num_bad, "line is no JSON object and is", "lines are no JSON objects and are")
         notes.append(f"{are} left out, first {shorten(first_bad, 40)!r}")
-    return columns.recording("JSON lines", notes, settings)
+    return make_recording(columns, "JSON lines", notes, settings)
+
+
+def _add(columns: Columns, row: dict[str, Any]) -> None:
+    try:
+        if any(type(value) is dict for value in row.values()):
+            row = dict(flatten(row))
+        columns.add(row, tuple(name for name, value in row.items() if value is not None))
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply for a log") from None

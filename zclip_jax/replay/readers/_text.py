@@ -1,159 +1,235 @@
 r"""Plain text: what trainers print, as in `step 5/100 | loss 3.1 | norm 0.27 (+0.10z)`."""
 
-import re
-from collections.abc import Callable, Iterator
-from typing import TextIO
+from collections import deque
+from collections.abc import Sequence
+from io import TextIOWrapper
 
-from zclip_jax.replay.readers._columns import LOOKED_FOR, Columns
-from zclip_jax.replay.readers._names import loss_rank, norm_rank, step_rank
+from zclip_jax.replay.readers._choice import LOOKED_FOR
+from zclip_jax.replay.readers._columns import Columns
+from zclip_jax.replay.readers._lines import without_colours
+from zclip_jax.replay.readers._names import (
+    ABOVE,
+    COUNTER,
+    epoch_rank,
+    is_clipped,
+    norm_rank,
+    step_rank,
+)
 from zclip_jax.replay.readers._notes import count, listing, shorten
 from zclip_jax.replay.readers._recording import Recording
-
-SAMPLE = 200  # lines with a norm that tell what this trainer calls things
-
-_BETWEEN = r"""[\s:='"\[(]+(?:tensor\()?"""
-_NUMBER = r"(?i:[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\.\d+|nan|inf(?:inity)?)(?![\w.]))"
-# A name of one word or two before a number: "norm 0.2", "'grad_norm': 0.2", "| grad norm: 0.2 |".
-_PAIR = re.compile(
-    rf"(?<![\w/.-])((?:(?!nan |inf )[A-Za-z_][\w/.-]* )?[A-Za-z_][\w/.-]*){_BETWEEN}({_NUMBER})"
+from zclip_jax.replay.readers._series import make_recording
+from zclip_jax.replay.readers._shapes import (
+    Shape,
+    is_begun,
+    learn,
+    runs_into_other_text,
+    words_between,
 )
-_COLOUR = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_RANK = re.compile(r"(?i)\brank[\s:=_]?\s*(\d+)")
-_BAR = re.compile(r"(\d+)/\d+ \[")  # tqdm's "5/100 [00:01<00:19, 4.9it/s, …]"
-# Words that make another quantity of the one after them.
-_OTHER = ["param", "params", "parameter", "weight", "weights", "update", "updates", "layer", "rms", "batch"]
-_OTHER += ["max", "val", "valid", "validation", "eval", "test"]
+from zclip_jax.replay.readers._tokens import Token, find_literal, find_unread, tokens_of
 
-Finder = Callable[[str], re.Match[str] | None]
+MOST_SHAPES = 4
+MOST_FORMS = 100  # of rows, by their words
+LINES_ABOVE = 100  # a step that is further above is of something else
+BLOCK = 1 << 8  # rows that are converted at once: few enough to stay in the cache
 
 
-def read_text(file: TextIO, column: str | None) -> Recording:
+def read_text(file: TextIOWrapper, column: str | None) -> Recording:
     """The rows of a text log that have a norm, and a step where the log numbers them."""
-    names, num_bars = _sample(file, column)
-    norm, found, notes = names.norm()
-    enough = len(found.values) / 2
-    steps, losses = (
-        [name for _, name, found in names.ranked(rank) if len(found.values) >= enough]
-        for rank in (step_rank, loss_rank)
-    )
-    find_steps: dict[str, Finder] = {name: _finder(name, r"(\d+)") for name in steps}
-    if not steps and num_bars >= enough:
-        find_steps = {"step": lambda text: _BAR.search(text)}
-    find_losses = {name: _finder(name) for name in losses[:1]}
-    columns = Columns(norm)
-    file.seek(0)
-    for row in _rows(file, norm, find_steps, find_losses, notes):
-        columns.add(row)
-    return columns.recording("text log", notes)
+    rows = _Rows(column)
+    block: list[Sequence[str]] = []
+    shape: Shape | None = None
+    match = _no_match
+    line = ""
+    for line in file:
+        if "\x1b" in line:
+            line = without_colours(line)
+        found = match(line)
+        if found:
+            block.append(found.groups())
+            rows.last = line
+            if rows.since:
+                rows.since.clear()
+            if len(block) < BLOCK:
+                continue
+        if shape and block:
+            rows.take_block(shape, block)
+            block = []
+        if not found:
+            shape = rows.take(line, shape)
+            match = shape.match if shape else _no_match
+    if shape and block:
+        rows.take_block(shape, block)
+    if not rows.columns.num_rows:
+        file.seek(0)
+        raise ValueError(_nothing(file, column))
+    return make_recording(rows.columns, "text log", rows.notes(line))
 
 
-def _finder(name: str, number: str = r"([-+.\w]+)") -> Finder:
-    """Finds what follows a name. The name opens the pattern, since `re` looks for plain text fastest."""
-    word = re.escape(name)
-    others = "".join(f"(?<!(?i:{other})[ _]{word})" for other in _OTHER)
-    return re.compile(rf"{word}(?<![\w/.-]{word}){others}{_BETWEEN}{number}").search
+def _no_match(_: str) -> None:
+    return None
 
 
-def _pairs(line: str) -> dict[str, str]:
-    """The numbers in a line by the names before them."""
-    pairs: dict[str, str] = {}
-    for name, number in _PAIR.findall(_COLOUR.sub("", line)):
-        first, _, last = name.rpartition(" ")
-        has_rank = any(rank(name) is not None for rank in (norm_rank, step_rank, loss_rank))
-        if first and first.lower() not in _OTHER and not has_rank:
-            name = last  # "completed step" is a step, but "param norm" no norm
-        pairs.setdefault(name, number)
-    return pairs
+class _Rows:
+    """Finds the rows in lines."""
+
+    def __init__(self, column: str | None) -> None:
+        self.columns = Columns(column, unit="line")
+        self.find = find_literal(column) if column else None
+        self.cue = "norm" if column is None else column.lower()
+        self.shapes: list[Shape] = []
+        self.num_read, self.learn_at = 0, 2
+        self.since: deque[str] = deque(maxlen=LINES_ABOVE)  # lines since the last row
+        self.last = self.last_odd = ""  # the last row, and the last that is unlike the rows before it
+        self.forms: set[tuple[str, ...]] = set()
+        self.epoch = ""
+        self.several: dict[str, list[str]] = {}
+        self.cut: list[str] = []
+
+    def take_block(self, shape: Shape, block: Sequence[Sequence[str]]) -> None:
+        """Takes lines of one shape."""
+        names = shape.names
+        if self.epoch and not any(epoch_rank(name) is not None for name in names):
+            names = (*names, ABOVE + "epoch")
+            block = [(*row, self.epoch) for row in block]
+        self.columns.extend(names, block, shape.kind)
+
+    def take(self, line: str, shape: Shape | None) -> Shape | None:
+        """Takes a line that is unlike the one before; returns the shape to expect next."""
+        for other in self.shapes:
+            if other is not shape and (found := other.match(line)):
+                self.take_block(other, [found.groups()])
+                self._end(line)
+                return other
+        if self.cue not in line.lower():
+            self._pass_over(line)
+            return shape
+        tokens, phrases = self._tokens(line)
+        norms = [token for token in tokens if self._is_norm(token.name)]
+        if not norms:
+            self._pass_over(line)
+            return shape
+        row = self.columns.num_rows
+        for token in [*tokens, *self._above(tokens)]:
+            column = self.columns[token.name]
+            if column is not None:
+                column.append(row, token.text)
+            if token.several:
+                self.several.setdefault(token.name, []).append(token.several)
+        self.columns.end_row(phrases)
+        if line.endswith("\r"):
+            self.columns.drawn.append(row)
+        form = words_between(line)
+        self.last_odd = line if self.forms and form not in self.forms else ""
+        if len(self.forms) < MOST_FORMS:
+            self.forms.add(form)
+        self._end(line)
+        return self._learn(line, tokens, phrases) or shape
+
+    def _learn(self, line: str, tokens: list[Token], phrases: tuple[str, ...]) -> Shape | None:
+        """Learns a shape from a few of the lines, ever fewer, since where lines vary none will fit."""
+        self.num_read += 1
+        if self.num_read < self.learn_at or not line.endswith("\n"):
+            return None
+        self.learn_at = self.num_read + max(1, self.num_read // 4)
+        matter = [token for token in tokens if self.columns[token.name] is not None]
+        shape = learn(line, matter, phrases)
+        if shape:
+            self.shapes = [shape, *self.shapes[: MOST_SHAPES - 1]]
+        return shape
+
+    def _end(self, line: str) -> None:
+        self.last = line
+        self.since.clear()
+
+    def _pass_over(self, line: str) -> None:
+        """A line without a norm, which may say the step or epoch of the rows below."""
+        if line.strip():
+            self.since.append(line)
+        if "poch" in line:
+            found = [
+                token for token in tokens_of(line.rstrip("\r\n"))[0] if epoch_rank(token.name) is not None
+            ]
+            self.epoch = found[0].text.partition("/")[0] if found else self.epoch
+
+    def _tokens(self, line: str) -> tuple[list[Token], tuple[str, ...]]:
+        """The numbers of a line, without those that may be cut off."""
+        text = line.rstrip("\r\n")
+        tokens, phrases = tokens_of(text)
+        if self.find and (found := self.find.search(text)):
+            tokens = [token for token in tokens if token.name != self.columns.wanted]
+            tokens.append(Token(self.columns.wanted or "", found[1], found.start(1)))
+        if not self.find and not any(self._is_norm(token.name) for token in tokens):
+            unread = find_unread(text)
+            tokens += [unread] if unread else []
+        if text == line:
+            for token in [token for token in tokens if token.start + len(token.text) == len(text)]:
+                tokens.remove(token)
+                what = "norm" if self._is_norm(token.name) else token.name
+                self.cut.append(
+                    f"the last line has no line end, so its {what} {token.text} may be cut off and is left out"
+                )
+        return tokens, phrases
+
+    def _is_norm(self, name: str) -> bool:
+        if self.columns.wanted is not None:
+            return self.columns.is_wanted(name)
+        return norm_rank(name) is not None or is_clipped(name)
+
+    def _above(self, tokens: list[Token]) -> list[Token]:
+        """The step and epoch that lines above tell, where the row itself doesn't."""
+        above = []
+        if not any(step_rank(token.name) is not None for token in tokens):
+            for line in reversed(self.since):
+                if not any(word in line.lower() for word in ("step", "iter", "update")):
+                    continue
+                steps = [
+                    token
+                    for token in tokens_of(line.rstrip("\r\n"))[0]
+                    if step_rank(token.name) is not None and token.name != COUNTER
+                ]
+                if steps:
+                    above.append(steps[0]._replace(name=ABOVE + steps[0].name))
+                    break
+        if self.epoch and not any(epoch_rank(token.name) is not None for token in tokens):
+            above.append(Token(ABOVE + "epoch", self.epoch, 0))
+        return above
+
+    def notes(self, line: str) -> list[str]:
+        """What is odd about the text, whose last line is given."""
+        notes = [*self.cut]
+        for name, examples in self.several.items():
+            lines = count(len(examples), "line has", "lines have")
+            notes.append(
+                f"{lines} several numbers after {name}, first {shorten(examples[0], 60)!r}; the first is read"
+            )
+        cut = self._cut_line(line)
+        if cut and not self.cut:
+            notes.append(f"the last line is cut off or runs into other text: {shorten(cut[-60:])!r}")
+        return notes
+
+    def _cut_line(self, line: str) -> str:
+        """The line behind which the log breaks off, if it seems to."""
+        if line is self.last:
+            return self.last_odd
+        tokens = tokens_of(self.last.rstrip("\r\n"))[0]
+        matter = [token for token in tokens if self.columns[token.name] is not None]
+        for other in self.since:
+            if runs_into_other_text(other, self.last, matter):
+                return other
+        return line if not line.endswith(("\n", "\r")) and is_begun(line, self.last) else ""
 
 
-def _sample(file: TextIO, column: str | None) -> tuple[Columns, int]:
-    """The names and numbers in the first lines with a norm, and how many of them hold a progress bar."""
-    names, num_bars = Columns(column), 0
+def _nothing(file: TextIOWrapper, column: str | None) -> str:
+    """What a text without norms holds."""
     seen: dict[str, None] = {}
     example = ""
-    find = None if column is None else _finder(column)
     for line in file:
-        if len(seen) < 20:
-            pairs = _pairs(line)
-            example = line if (pairs and not seen) or not example.strip() else example
-            seen |= dict.fromkeys(pairs)
-        if find is None and "norm" not in line.lower():
-            continue
-        pairs = _pairs(line)
-        if find and (match := find(line)):
-            pairs[column or ""] = match[1]
-        if any(norm_rank(name) is not None if column is None else name == column for name in pairs):
-            names.add(pairs)
-            num_bars += _BAR.search(line) is not None
-            if names.num_rows == SAMPLE:
-                break
-    if not names.num_rows:
-        what = "gradient norm" if column is None else f"number after {column!r}"
-        found = f"found {listing(list(seen))}" if seen else "found no named numbers"
-        raise ValueError(
-            f"no {what} in this text: {found}, in lines like {shorten(example)!r};\n{LOOKED_FOR}"
-        )
-    return names, num_bars
-
-
-def _rows(
-    file: TextIO, norm: str, find_steps: dict[str, Finder], find_losses: dict[str, Finder], notes: list[str]
-) -> Iterator[dict[str, str]]:
-    """The norm, steps and loss of each row, as text; what was left out is added to the notes."""
-    find_norm, find_others = _finder(norm), (*find_steps.items(), *find_losses.items())
-    held: dict[str, str] = {}  # the last row, until it is clear that it is not drawn anew
-    drawn = end = False
-    rank, ranks, num_redrawn, num_unnumbered = None, set(), 0, 0
-    line = row_line = ""
-    whole: list[str] = []  # the first row and the last but one, as printed
-    for line in file:
-        if norm not in line:
-            continue
-        text = _COLOUR.sub("", line) if "\x1b" in line else line
-        match = find_norm(text)
-        if match is None:
-            continue
-        row = {norm: match[1]}
-        for name, find in find_others:
-            if found := find(text):
-                row[name] = found[1]
-        if find_steps and row.keys().isdisjoint(find_steps):
-            num_unnumbered += 1
-            continue
-        if "ank" in text and (found := _RANK.search(text)):
-            ranks.add(found[1])
-            rank = rank or found[1]
-            if found[1] != rank:
-                continue
-        if drawn and find_steps and all(row.get(step) == held.get(step) for step in find_steps):
-            num_redrawn += 1
-        elif held:
-            yield held
-        held, drawn = row, text.endswith("\r")
-        whole = [whole[0] if whole else line, row_line]
-        row_line, end = line, match.end() == len(text)
-    if held:
-        if line is row_line and end:
-            notes.append(
-                f"the last line has no line end, so its norm {held[norm]} may be cut off and is left out"
-            )
-        else:
-            yield held
-            if _is_cut(line, whole if line is row_line else [row_line], line is row_line):
-                notes.append(f"the last line is cut off or runs into other text: {shorten(line[-60:])!r}")
-    if num_redrawn:
-        notes.append(f"a progress bar drew {count(num_redrawn, 'row')} anew; of each step the last is read")
-    if len(ranks) > 1:
-        notes.append(f"{len(ranks)} ranks log their rows; those of rank {rank} are read")
-    if num_unnumbered:
-        notes.append(f"{count(num_unnumbered, 'line has', 'lines have')} {norm} but no step; left out")
-
-
-def _is_cut(line: str, rows: list[str], has_norm: bool) -> bool:
-    """Whether the last line is no whole row like those before it, be it that other text runs into it."""
-    varying = r"(?i)[-+]?\d[\d.]*(e[-+]?\d+)?|[-+]?(nan|inf)|[^ -~]"  # numbers, and what bars are drawn with
-    shape, *shapes = (re.sub(varying, " ", text).split() for text in (line, *rows))
-    if has_norm:
-        return shape not in shapes
-    begun = shape[:-1]  # the last word may be cut, too
-    return bool(shape) and not line.endswith(("\n", "\r")) and begun == shapes[0][: len(begun)]
+        text = without_colours(line).rstrip("\r\n")
+        tokens, _ = tokens_of(text)
+        example = text if (tokens and not seen) or not example.strip() else example
+        seen |= dict.fromkeys(token.name.strip() for token in tokens)
+        if len(seen) >= 20:
+            break
+    what = "gradient norm" if column is None else f"number after {column!r}"
+    found = f"found {listing(list(seen))}" if seen else "found no named numbers"
+    return f"no {what} in this text: {found}, in lines like {shorten(example)!r};\n{LOOKED_FOR}"
