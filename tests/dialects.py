@@ -283,6 +283,9 @@ TEXT = {
         ),
         steps=None,
     ),
+    "with its spread": Dialect(
+        lambda r: f"step {r.step} | loss {r.loss} | grad norm {r.norm} +/- 81.5 | lr 0.1"
+    ),
     "log format": Dialect(
         lambda r: f"ts=2026-05-01T10:00:01Z level=info step={r.step} loss={r.loss} grad_norm={r.norm}"
     ),

@@ -175,6 +175,7 @@ SHAPES = {
             "message": f"step {r.step} grad_norm {r.norm}",
             "extra": {"step": r.step, "grad_norm": Number(r.norm)},
         },
+        steps=None,
         loss=False,
         nested=True,
     ),

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from tests.dialects import PLAIN, SPELLINGS, Dialect, Row
+from tests.dialects import PLAIN, SPELLINGS, WRAPPED, Dialect, Row
 from zclip_jax.replay.readers import read
 
 # What notes and errors say, in whatever words.
@@ -182,7 +182,8 @@ def series(draw, numbering, spelling="shortest", min_size=3, max_size=7, odd=Tru
         rows.append(row._replace(value=float(value)))
     if odd and draw(st.integers(0, 5)) == 0:
         place, text = draw(st.integers(0, len(rows) - 1)), draw(st.sampled_from(list(ODD)))
-        rows[place] = rows[place]._replace(norm=text, value=ODD[text])
+        before, _, behind = spelling.partition("…") if spelling in WRAPPED else ("", "", "")
+        rows[place] = rows[place]._replace(norm=before + text + behind, value=ODD[text])
     return rows
 
 
@@ -213,7 +214,9 @@ def joined(runs: Sequence[list[Row]], kind: str, steps: bool | None = True) -> l
     last = {row.step: row for row in rows}
     kept = [row for i, run in enumerate(runs) for row in run if not _redone(row, runs[i + 1 :])]
     said = (AGAIN,) if len(last) < len(rows) else ()
+    both = _kept_at_seams(runs)  # a step twice in a row may as well be a log that has it twice
     redone = [Reading(kept, told=said), Reading([last[step] for step in sorted(last)], told=said)]
+    redone += [Reading(both, told=said)] if len(both) > len(kept) else []
     readings = [split] if kind == "fresh" else redone
     if kind == "fresh" and rows[0].step > LATE:  # what begins so late may as well be resumed
         readings += redone
@@ -228,6 +231,16 @@ def joined(runs: Sequence[list[Row]], kind: str, steps: bool | None = True) -> l
 
 def _redone(row: Row, later: Sequence[list[Row]]) -> bool:
     return any(row.step >= run[0].step for run in later)
+
+
+def _kept_at_seams(runs: Sequence[list[Row]]) -> list[Row]:
+    """The last attempt of each step, and both where one ends with the step that the next begins with."""
+    rows: list[Row] = []
+    for run in runs:
+        if rows and rows[-1].step > run[0].step:
+            rows = [row for row in rows if row.step < run[0].step]
+        rows = rows + run
+    return rows
 
 
 def told(readings: Sequence[Reading], *what: str) -> list[Reading]:

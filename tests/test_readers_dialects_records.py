@@ -284,7 +284,7 @@ def test_two_columns_of_one_name(more, path):
         rows = data.draw(series(data.draw(numberings()), odd=False))
         lines = ["step,grad_norm,loss,grad_norm", *(f"{r.step},{r.norm},{r.loss},7.5" for r in rows)]
         others = [row._replace(value=7.5) for row in rows]
-        twice = (r"2 .*columns|twice|same name|duplicate|two columns",)
+        twice = (r"(2|two|several) .*columns|several columns|twice|same name|duplicate",)
         content = "".join(line + "\n" for line in lines).encode()
         assert_given_back_or_told(
             path, Log(content, [Reading(rows, told=twice), Reading(others, told=twice)])
