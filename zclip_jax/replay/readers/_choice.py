@@ -150,7 +150,7 @@ def _goes_on(before: _Candidate, after: _Candidate, steps: tuple[str, Column] | 
     last, first = steps[1].at(np.asarray([before.rows[-1], after.rows[0]]), num_rows)
     if not np.isfinite([last, first]).all():
         return False
-    return last <= first or min(before.rows.size, after.rows.size) >= SEVERAL
+    return bool(last <= first) or min(before.rows.size, after.rows.size) >= SEVERAL
 
 
 def _nothing(columns: Columns) -> str:

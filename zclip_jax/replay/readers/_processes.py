@@ -1,5 +1,7 @@
 """Logs of several processes: one is enough, since all log the same norm."""
 
+import re
+
 import numpy as np
 
 from zclip_jax.replay.readers._columns import Columns, Labels
@@ -25,7 +27,9 @@ def one_process(columns: Columns, rows: np.ndarray, steps: np.ndarray | None) ->
             continue
         labels = np.nan_to_num(column.at(rows[keep], columns.num_rows), nan=-1).astype(int)
         at = None if steps is None else steps[keep]
-        if np.unique(labels).size < 2 or not _are_processes(labels, at, name == LAUNCHER):
+        if np.unique(labels).size < 2 or not _are_processes(
+            labels, at, name == LAUNCHER, _are_counted(column)
+        ):
             continue
         values, first, sizes = np.unique(labels, return_index=True, return_counts=True)
         most = sizes.max()
@@ -39,7 +43,7 @@ def one_process(columns: Columns, rows: np.ndarray, steps: np.ndarray | None) ->
     return keep, notes
 
 
-def _are_processes(labels: np.ndarray, steps: np.ndarray | None, launched: bool) -> bool:
+def _are_processes(labels: np.ndarray, steps: np.ndarray | None, launched: bool, counted: bool) -> bool:
     values, sizes = np.unique(labels, return_counts=True)
     if steps is None or not np.isfinite(steps).any():
         if launched and 2 * values.size <= labels.size:
@@ -55,7 +59,7 @@ def _are_processes(labels: np.ndarray, steps: np.ndarray | None, launched: bool)
     beside[order[1:][same]] = beside[order[:-1][same]] = True
     others = labels != values[np.argmax(sizes)]
     changes = (np.diff(labels) != 0).sum()
-    if launched and changes < values.size:  # one after the other: the same run in parts, or runs
+    if changes < values.size and not counted:  # one after the other: it may be the same run, started again
         return False
     if beside[others].mean() >= 0.5:
         return True
@@ -67,3 +71,9 @@ def _overlap(labels: np.ndarray, steps: np.ndarray, values: np.ndarray) -> bool:
     first = set(steps[labels == values[0]].tolist())
     shared = [len(first & set(steps[labels == value].tolist())) for value in values[1:]]
     return min(shared) >= 0.9 * len(first)
+
+
+def _are_counted(column: Labels) -> bool:
+    """Whether labels end in small numbers, which a process keeps when it is started again."""
+    numbers = [re.fullmatch(r"(?:[A-Za-z_.:-]|\d+,)*?(\d{1,4})", label) for label in column.labels]
+    return all(numbers) and max(int(found[1]) for found in numbers if found) < 10 * len(numbers)

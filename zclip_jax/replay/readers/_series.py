@@ -119,6 +119,16 @@ class _Series:
             if (has[name].mean() >= MOST if name.startswith(ABOVE) else has[name].any())
         ]
 
+    def steps(self) -> list[tuple[str, Column]]:
+        """The columns of steps, without those that say one number, as that of all steps."""
+        found = self.beside(step_rank)
+        most = max((column.has(self.rows).sum() for _, column in found), default=0)
+        return [
+            (name, column)
+            for name, column in found
+            if column.has(self.rows).sum() == most or np.unique(self.at(column)).size > 2
+        ]
+
     def fullest(self, rank: Callable[[str], int | None]) -> np.ndarray | None:
         """The numbers of that kind that most rows have."""
         found = [self.at(column) for _, column in self.beside(rank)]
@@ -148,7 +158,7 @@ class _Series:
 
     def leave_out_unnumbered(self) -> list[str]:
         """Leaves out rows without a step where most have one: means, and lines about something else."""
-        numbered = {name: column.has(self.rows) for name, column in self.beside(step_rank)}
+        numbered = {name: column.has(self.rows) for name, column in self.steps()}
         best = max(numbered, key=lambda name: numbered[name].sum(), default=None)
         if best is None or 2 * numbered[best].sum() <= self.rows.size or numbered[best].all():
             return []
@@ -163,7 +173,7 @@ class _Series:
 
     def leave_out_redrawn(self) -> list[str]:
         """Keeps of a bar's rows of one step the last."""
-        steps = [column for _, column in self.beside(step_rank)]
+        steps = [column for _, column in self.steps()]
         if not self.columns.drawn or not steps:
             return []
         numbers = np.stack([self.at(column) for column in steps])
@@ -183,7 +193,7 @@ class _Series:
         if (frequency > 0).sum() < 2:
             return []
         rare = (2 * frequency <= frequency.max())[kinds]
-        steps = self.beside(step_rank)
+        steps = self.steps()
         if steps:
             numbers = self.at(steps[0][1])
             same = (np.diff(numbers) == 0) & (np.diff(kinds) != 0)
@@ -201,7 +211,7 @@ class _Series:
 
     def number(self) -> tuple[np.ndarray | None, list[str]]:
         """The step of each row, None if the log has none, and notes on how it was found."""
-        candidates = [(name, self.at(column), column) for name, column in self.beside(step_rank)]
+        candidates = [(name, self.at(column), column) for name, column in self.steps()]
         rounded = [column.first_rounded for _, _, column in candidates if column.first_rounded]
         candidates = [one for one in candidates if np.isfinite(one[1]).any()]
         filled = max((int(np.isfinite(x).sum()) for _, x, _ in candidates), default=0)

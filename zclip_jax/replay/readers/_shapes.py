@@ -30,11 +30,13 @@ class Shape(NamedTuple):
       match: matches such a line, its numbers that matter in groups.
       names: of these numbers.
       kind: of such rows.
+      numbered: whether they say their step.
     """
 
     match: Callable[[str], re.Match[str] | None]
     names: tuple[str, ...]
     kind: Hashable
+    numbered: bool
 
 
 def learn(line: str, tokens: Iterable[Token], kind: Hashable) -> Shape | None:
@@ -57,7 +59,8 @@ def learn(line: str, tokens: Iterable[Token], kind: Hashable) -> Shape | None:
     found = match(text + "\n")
     if not found or list(found.groups()) != [token.text.partition("/")[0] for token in tokens]:
         return None
-    return Shape(match, tuple(token.name for token in tokens), kind)
+    names = tuple(token.name for token in tokens)
+    return Shape(match, names, kind, any(step_rank(name) is not None for name in names))
 
 
 def _general(text: str) -> str:

@@ -44,11 +44,14 @@ def read_text(file: TextIOWrapper, column: str | None) -> Recording:
         if "\x1b" in line:
             line = without_colours(line)
         found = match(line)
+        if found and rows.since:  # where one may say the step
+            if shape and shape.numbered:
+                rows.since.clear()
+            else:
+                found = None
         if found:
             block.append(found.groups())
             rows.last = line
-            if rows.since:
-                rows.since.clear()
             if len(block) < BLOCK:
                 continue
         if shape and block:
@@ -96,7 +99,7 @@ class _Rows:
     def take(self, line: str, shape: Shape | None) -> Shape | None:
         """Takes a line that is unlike the one before; returns the shape to expect next."""
         for other in self.shapes:
-            if other is not shape and (found := other.match(line)):
+            if (other.numbered or not self.since) and (found := other.match(line)):
                 self.take_block(other, [found.groups()])
                 self._end(line)
                 return other
@@ -155,9 +158,9 @@ class _Rows:
         """The numbers of a line, without those that may be cut off."""
         text = line.rstrip("\r\n")
         tokens, phrases = tokens_of(text)
-        if self.find and (found := self.find.search(text)):
-            tokens = [token for token in tokens if token.name != self.columns.wanted]
-            tokens.append(Token(self.columns.wanted or "", found[1], found.start(1)))
+        if self.find and (found := self.find(text)):
+            tokens = [token for token in tokens if token.start != found.start and token.name != found.name]
+            tokens.append(found)
         if not self.find and not any(self._is_norm(token.name) for token in tokens):
             unread = find_unread(text)
             tokens += [unread] if unread else []

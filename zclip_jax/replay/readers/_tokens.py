@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 from zclip_jax.replay.readers._lines import find_process
@@ -22,7 +23,8 @@ from zclip_jax.replay.readers._numbers import WRAPPER, is_function, parse_number
 
 _NO_WORD = r"(?!(?:nan|inf|infinity|none|null|true|false)(?![\w/.-]))"
 _WORD = rf"(?i:{_NO_WORD})[A-Za-z_][\w/.\-]*+"
-_NAME = rf"(?<![\w/.\-])({_WORD}(?: {_WORD}){{0,5}}+)"
+_CALL = r"(?<!norm)(?<!loss)(?<!step)\("  # behind a word that is no name: "grad_norm tensor(0.4)"
+_NAME = rf"(?<![\w/.\-])({_WORD}(?: {_WORD}(?!{_CALL})){{0,5}}+)"
 _ASIDE = r"( ?[(\[](?=[A-Za-z])[A-Za-z][\w /.%-]*[)\]])?"  # "grad norm (pre-clip): 5"
 _BETWEEN = r"""["']?(?:\s*(?:[:=]=?|->|=>)\s*|\s+)[\s"'\[(]*|["'\[(]+[\s:="'\[(]*"""
 # From a first digit to where no number can go on; a comma or an apostrophe is in it if a digit follows.
@@ -35,8 +37,10 @@ _UNREAD = re.compile(rf"""{_NAME}{_ASIDE}["']?\s*[:=]\s*["']?([^\s|,;"']+)""")
 _DICT = re.compile(rf"""{_NAME}["']?\s*[:=]\s*\{{([^{{}}]*)\}}""")
 _PART = re.compile(rf"""["']?([\w./-]+)["']?\s*[:=]\s*["']?(?:{WRAPPER}++)?({_NUMBER})""")
 _COUNTER = re.compile(r"(?<![\w/.,])(\d+)/\d+ \[|\[\s*(\d+)/\d+(?=[\s\](])")
+# A second number, and what follows it: an end, another number, or a word, which may be its unit or the next name.
 _MORE = re.compile(
-    rf"""\s*(?:,|->|=>|→|±|\+/-|\+-|/|;)?\s*({_NUMBER})(?=(\s*\|?\s*$|[,;|\])]|\s+[-+]?[\d.]|\s*[(\[])|\s+([^\s:=]+)\s*([:=\d])?)"""
+    rf"\s*(?:,|->|=>|→|±|\+/-|\+-|/|;)?\s*({_NUMBER})"
+    rf"(?=(\s*$|\s*[,;|\])(\[]|\s+[-+]?[\d.]|\s*(?:->|→))|\s+([^\s:=]+)\s*([:=\d])?)"
 )
 _LIST = re.compile(rf"\s*,\s*{_NUMBER}")
 # Words before a name that leave it what it is.
@@ -77,17 +81,13 @@ def tokens_of(line: str) -> tuple[list[Token], tuple[str, ...]]:
         phrases.append(phrase)
         if wrapper and is_function(wrapper):
             continue
-        name = name_of(phrase + (aside or ""), line[match.end(1)] == "(")
+        name = name_of(phrase + (aside or ""))
         if name in found:
             continue
         start, several = match.start(4), ""
         if norm_rank(name) is not None or is_clipped(name):
             several = _several(line, match.end(), wrapper or line[match.end(1) : match.start(4)], text)
-            text = (
-                re.split(r"(?<=\d)[/,](?=[-+]?[\d.])", text)[0]
-                if several and parse_number(text) is None
-                else text
-            )
+            text = text.partition("/")[0] if several else text
         if text[-1] in ".:/" and parse_number(text) is None:
             text = text.rstrip(".:/")
         found[name] = Token(name, text, start, several)
@@ -113,9 +113,20 @@ def find_unread(line: str) -> Token | None:
     return None
 
 
-def find_literal(name: str) -> re.Pattern[str]:
+def find_literal(name: str) -> Callable[[str], Token | None]:
     """Finds the number behind a name that was asked for, whatever it looks like."""
-    return re.compile(rf"""(?<![\w/.-]){re.escape(name)}(?:{_BETWEEN})(?:{WRAPPER}++)?({_NUMBER})""")
+    search = re.compile(
+        rf"""(?<![\w/.-]){re.escape(name)}((?:{_BETWEEN})(?:{WRAPPER}++)?)({_NUMBER})"""
+    ).search
+
+    def find(line: str) -> Token | None:
+        match = search(line)
+        if match is None:
+            return None
+        several = _several(line, match.end(), match[1], match[2])
+        return Token(name, match[2].partition("/")[0] if several else match[2], match.start(2), several)
+
+    return find
 
 
 def _take_dicts(line: str, found: dict[str, Token]) -> str:
@@ -133,7 +144,7 @@ def _take_dicts(line: str, found: dict[str, Token]) -> str:
 
 def _several(line: str, end: int, before: str, text: str) -> str:
     """The numbers that follow a number without a name of their own, and itself."""
-    if parse_number(text) is None and re.fullmatch(r"[-+\d.eE]+(?:[/,][-+\d.eE]+)+", text):
+    if parse_number(text) is None and re.fullmatch(r"[-+\d.eE]+(?:/[-+\d.eE]+)+", text):
         return text
     more = _LIST.match(line, end) if before.rstrip("\"'")[-1:] in ("[", "(") else None
     if more is None:
@@ -148,16 +159,9 @@ def _several(line: str, end: int, before: str, text: str) -> str:
 
 
 @functools.lru_cache(4096)
-def name_of(phrase: str, called: bool = False) -> str:
-    """The name in the words before a number: the shortest that is still the same quantity.
-
-    Args:
-      phrase: the words.
-      called: whether a parenthesis follows, so that the last word may be a function's.
-    """
+def name_of(phrase: str) -> str:
+    """The name in the words before a number: the shortest that is still the same quantity."""
     words = phrase.split(" ")
-    if called and len(words) > 1 and ("." in words[-1] or words[-1].lower() in ("tensor", "array", "float")):
-        words.pop()
     while len(words) > 1 and words[-1].lower() in _AFTER:
         words.pop()
     last = words[-1]
