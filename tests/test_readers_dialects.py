@@ -100,7 +100,7 @@ def text_logs(draw, name, features=(), spelling="shortest"):
         prefix = draw(st.sampled_from(PREFIXES))
     of_ranks = [runs] * num_ranks
     if ranks and RANKS[ranks]:  # each process has norms of its own, or only losses
-        own = draw(st.booleans())
+        own = spelling in PLAIN and draw(st.booleans())
         of_ranks = [
             [
                 [
@@ -119,7 +119,7 @@ def text_logs(draw, name, features=(), spelling="shortest"):
             order = draw(st.permutations(range(num_ranks))) if num_ranks > 1 else [0]
             entries += [(r, of_ranks[r][i][j]) for r in order]
     chatter = st.sampled_from(["", "", *(line + "\n" for line in CHATTER)])
-    redrawn = "redrawn" in features and one_line and not ranks
+    redrawn = bool("redrawn" in features and one_line and not ranks)
     pieces, before = [], None
     for k, (r, row) in enumerate(entries):
         if "chatter" in features:
@@ -131,7 +131,7 @@ def text_logs(draw, name, features=(), spelling="shortest"):
             norm_at = marked.index("\ue000")
             end = draw(st.integers(len(start), len(text)) | st.integers(norm_at, norm_at + len(row.norm)))
             has_norm = end > norm_at
-            pieces.append(text[:end] + draw(st.sampled_from(GLUED)))
+            pieces.append("\r" * redrawn + text[:end] + draw(st.sampled_from(GLUED)))
             continue
         if redrawn:
             stale = row if before is None else row._replace(norm=before.norm, loss=before.loss)
