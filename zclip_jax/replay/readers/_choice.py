@@ -14,21 +14,25 @@ SEVERAL = 3  # rows of a name that make it more than a setting
 
 
 class Choice(NamedTuple):
-    """The norms of a log, and in which rows they stand.
+    """The norms of a log.
 
     Args:
       name: the name under which they are, or most of them.
-      rows: `[n]`, ascending.
-      norms: `[n]`.
-      columns: where they were read from; several if the name changed.
+      columns: where they stand; several if the name changed.
       notes: what else there was to choose from.
     """
 
     name: str
-    rows: np.ndarray
-    norms: np.ndarray
     columns: tuple[Column, ...]
     notes: list[str]
+
+    @property
+    def rows(self) -> np.ndarray:
+        return np.concatenate([np.asarray(column.rows, int) for column in self.columns])
+
+    @property
+    def norms(self) -> np.ndarray:
+        return np.concatenate([np.asarray(column.values) for column in self.columns])
 
 
 class _Candidate(NamedTuple):
@@ -87,8 +91,7 @@ def choose_norm(columns: Columns) -> Choice:
         )
     if columns.wanted is not None and is_clipped(best.name):
         notes.append(f"{best.name} is a norm after clipping by its name, and a rule judges norms before")
-    values = np.concatenate([np.asarray(column.values) for column in best.columns])
-    return Choice(best.name, best.rows, values, best.columns, notes)
+    return Choice(best.name, best.columns, notes)
 
 
 def main_steps(columns: Columns, run: str) -> tuple[str, Column] | None:

@@ -33,31 +33,33 @@ class Column:
         self.num_strings = self.num_wrong = 0
         self.first_wrong = ""  # what is there, but no number
         self.first_rounded = ""
+        self.num_several = 0  # that others follow
+        self.first_several = ""
         self.ambiguous = array("q")  # places of "12,345", which may be 12.345
         self.points = self.commas = False  # whether decimals follow a point, and a comma
 
     def append(self, row: int, value: Any) -> None:
+        if type(value) is str:
+            number = self._parse(value)
+        elif type(value) is float:
+            number = value
+        elif value is None:
+            return
+        else:
+            number = self._convert(value)
+        if number is not None:
+            self.rows.append(row)
+            self.values.append(number)
+
+    def _convert(self, value: Any) -> float | None:
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
-        if type(value) is float:
-            number = value
-        elif value is None or value == "":
-            return
-        elif type(value) is str:
-            number = self._parse(value)
-            if number is None:
-                return
-            self.num_strings += math.isfinite(number)
-        else:
-            try:
-                number = float(str(value) if isinstance(value, bool) else value)
-            except (TypeError, ValueError):
-                self.reject(str(value))
-                return
-            except OverflowError:  # an integer of more than 308 digits
-                number = math.inf
-        self.rows.append(row)
-        self.values.append(number)
+        try:
+            return float(str(value) if isinstance(value, bool) else value)
+        except (TypeError, ValueError):
+            return self._parse(str(value))
+        except OverflowError:  # an integer of more than 308 digits
+            return math.inf
 
     def extend(self, first_row: int, texts: Sequence[str]) -> None:
         """Appends a number to each of the next rows."""
@@ -72,18 +74,17 @@ class Column:
         self.num_strings += len(texts)
         self.points = self.points or "." in texts[0]
 
-    def reject(self, text: str) -> None:
-        if told := text.strip():
-            self.num_wrong += 1
-            self.first_wrong = self.first_wrong or shorten(told, 30)
-
     def _parse(self, text: str) -> float | None:
         try:
             number = float(text)  # most are, and this is 10 times faster
         except ValueError:
-            return self._parse_odd(text)
-        self.points = self.points or "." in text
-        return self._parse_odd(text) if self.whole and "e" in text.lower() else number
+            number = self._parse_odd(text)
+        else:
+            self.points = self.points or "." in text
+            if self.whole and "e" in text.lower():
+                number = self._parse_odd(text)
+        self.num_strings += number is not None and math.isfinite(number)
+        return number
 
     def _parse_odd(self, text: str) -> float | None:
         if self.whole and "/" in text:
@@ -91,7 +92,9 @@ class Column:
             text = done if parse_number(total) else text
         read = parse_number(text)
         if read is None:
-            self.reject(text)
+            told = shorten(text.strip(), 30)
+            self.num_wrong += bool(told)
+            self.first_wrong = self.first_wrong or told
             return None
         if self.whole and read.rounded:
             self.first_rounded = self.first_rounded or text.strip()
@@ -101,6 +104,10 @@ class Column:
         self.commas = self.commas or read.comma == "decimal"
         self.points = self.points or (not read.comma and "." in text)
         return read.value
+
+    def note_several(self, text: str) -> None:
+        self.num_several += 1
+        self.first_several = self.first_several or shorten(text, 60)
 
     def settle_commas(self, decimal: bool) -> None:
         """Divides what was read as thousands, where commas are for decimals."""

@@ -4,10 +4,10 @@ import csv
 from collections.abc import Iterable, Iterator
 
 from zclip_jax.replay.readers._columns import Columns
+from zclip_jax.replay.readers._last_stage import make_recording
 from zclip_jax.replay.readers._names import norm_rank
 from zclip_jax.replay.readers._numbers import parse_number
 from zclip_jax.replay.readers._recording import Recording
-from zclip_jax.replay.readers._series import make_recording
 
 
 def find_delimiter(lines: list[str]) -> str | None:
@@ -38,7 +38,7 @@ def read_csv(lines: Iterable[str], column: str | None, delimiter: str) -> Record
         for row in reader:
             if row:
                 cells = {name: row[place] for name, place in places if place < len(row)}
-                columns.add(cells, tuple(name for name, cell in cells.items() if cell))
+                columns.add(cells, tuple(map(bool, cells.values())))
     except csv.Error as error:
         raise ValueError(f"CSV that is damaged in line {reader.line_num}: {error}") from None
     if unfinished and (len(row) < len(header) or columns[header[-1]] is not None):

@@ -6,9 +6,9 @@ from io import TextIOWrapper
 from typing import Any
 
 from zclip_jax.replay.readers._columns import Columns, flatten
+from zclip_jax.replay.readers._last_stage import make_recording
 from zclip_jax.replay.readers._notes import count, listing, shorten
 from zclip_jax.replay.readers._recording import Recording
-from zclip_jax.replay.readers._series import make_recording
 
 # The flags of examples/llama/train.py that are arguments of `zclip`, and by what name there.
 SETTINGS = {
@@ -94,8 +94,11 @@ def _add(columns: Columns, row: dict[str, Any]) -> None:
     if tag is not None:  # a row for each number
         row = {name: value for name, value in row.items() if name != "value"} | {tag: row["value"]}
     try:
-        if any(type(value) is dict for value in row.values()):
+        if dict in map(type, row.values()):
             row = dict(flatten(row))
-        columns.add(row, tuple(name for name, value in row.items() if value is not None))
+        there = (
+            row if None not in row.values() else [name for name, value in row.items() if value is not None]
+        )
+        columns.add(row, tuple(there))
     except RecursionError:
         raise ValueError("JSON that is nested too deeply for a log") from None

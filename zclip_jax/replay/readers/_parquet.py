@@ -4,8 +4,8 @@ from pathlib import Path
 
 from zclip_jax._extras import require
 from zclip_jax.replay.readers._columns import Columns, flatten
+from zclip_jax.replay.readers._last_stage import make_recording
 from zclip_jax.replay.readers._recording import Recording
-from zclip_jax.replay.readers._series import make_recording
 
 
 def read_parquet(path: Path, column: str | None) -> Recording:

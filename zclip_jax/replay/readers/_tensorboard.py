@@ -7,10 +7,10 @@ from typing import Any
 
 from zclip_jax._extras import require
 from zclip_jax.replay.readers._columns import Columns
+from zclip_jax.replay.readers._last_stage import make_recording
 from zclip_jax.replay.readers._names import RUN
 from zclip_jax.replay.readers._notes import count
 from zclip_jax.replay.readers._recording import Recording
-from zclip_jax.replay.readers._series import make_recording
 
 START = ""  # in place of a tag: the run is resumed
 FRAME = 16  # bytes around each record: its length and two checksums
