@@ -1,52 +1,15 @@
 """Logs that the first version misread: each test bears the number of its fault, and prints what it reads now."""
 
 import json
-import math
 
 import numpy as np
 import pytest
 import tensorboardX
 
+from tests.reading import jsonl, reads, same, told
 from zclip_jax.replay.readers import read
 
-NAN = math.nan
-
-
-@pytest.fixture
-def reads(tmp_path):
-    """Reads a file with this content; prints its number, its beginning and what was read."""
-
-    def read_content(number, content, **options):
-        path = tmp_path / "recorded"
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-        try:
-            recording = read(path, **options)
-        except ValueError as error:
-            print(f"\n{number}. {content[:70]!r}: {str(error).partition(': ')[2]}")
-            raise
-        print(f"\n{number}. {content[:70]!r}: norms {recording.norms[:6]}, steps {recording.steps[:6]}")
-        for note in recording.notes:
-            print(f"    {note}")
-        return recording
-
-    return read_content
-
-
-def check(recording, norms, steps=None, **fields):
-    np.testing.assert_array_equal(recording.norms, np.asarray(norms, float))
-    if steps is not None:
-        np.testing.assert_array_equal(recording.steps, steps)
-    for name, value in fields.items():
-        assert getattr(recording, name) == value
-
-
-def told(recording, *words):
-    """One note has all these words."""
-    assert any(all(word in note for word in words) for note in recording.notes), recording.notes
-
-
-def jsonl(rows):
-    return "".join(json.dumps(row) + "\n" for row in rows)
+__all__ = ["reads"]  # a fixture
 
 
 def bar(step, total, **values):
@@ -60,69 +23,32 @@ def test_17_a_bar_that_shortens_its_steps(reads):
         bar(step, 300000, global_step="1.2e+5", gradient_norm=norm)
         for step, norm in zip(range(120001, 120004), norms, strict=True)
     )
-    check(reads(17, content), norms, [120001, 120002, 120003], notes=())
+    same(reads(17, content), norms, [120001, 120002, 120003], notes=())
 
 
 @pytest.mark.parametrize("short", ["1.2e+5", "120K", "0.12M", "1.2E5"])
 def test_17_a_rounded_step_is_none(short, reads):
     content = "".join(f"global_step={short}, gradient_norm={norm}\r" for norm in (0.5, 4.0, 0.5))
     recording = reads(17, content)
-    check(recording, [0.5, 4.0, 0.5], [0, 1, 2])
+    same(recording, [0.5, 4.0, 0.5], [0, 1, 2])
     told(recording, "rounded", short)
 
 
-@pytest.mark.parametrize(
-    ("written", "number"),
-    [
-        ("1.2e+2", 120.0),
-        ("1.2E+02", 120.0),
-        ("12.5K", 12500.0),
-        ("1.5M", 1.5e6),
-        ("12_345", 12345.0),
-        ("+0.5", 0.5),
-        (".5", 0.5),
-        ("1,234,567.5", 1234567.5),
-        ("1.234.567,5", 1234567.5),
-        ("12'345.5", 12345.5),
-        ("inf", math.inf),
-        ("-NaN", NAN),
-    ],
-)
-@pytest.mark.parametrize(
-    "line", ["step {} | loss 3.1 | norm {} | lr 0.1\n", "step={}, grad_norm={}, lr=0.1\n"]
-)
-def test_18_a_number_is_read_whole(written, number, line, reads):
-    content = "".join(line.format(i, written) for i in range(1, 4))
-    check(reads(18, content), [number] * 3, [1, 2, 3])
-
-
-@pytest.mark.parametrize(
-    "written", ["0.5x", "12%", "1.2.3", "1e5e", "0,5,1", "3ab", "1.5e+", "10^5", "0.5±0.1"]
-)
-def test_18_or_not_at_all(written, reads):
-    content = (
-        f"step 1 | loss 3.1 | norm 0.5\nstep 2 | loss 3.1 | norm {written} |\nstep 3 | loss 3.1 | norm 0.25\n"
-    )
-    recording = reads(18, content)
-    check(recording, [0.5, 0.25], [1, 3])
-    told(recording, "1 row has no number for a norm", written)
-
-
 def test_18_separators(reads):
-    check(reads(18, "step 2 | loss 3.1 | grad norm 12,345\n"), [12345.0], [2])
-    check(reads(18, "step 2 | loss 3.1 | grad norm 0,27\n"), [0.27], [2])
-    check(reads(18, "step 1,234 | loss 3.1 | grad norm 0.5\n"), [0.5], [1234])
+    same(reads(18, "step 2 | loss 3.1 | grad norm 12,345\n"), [12345.0], [2])
+    same(reads(18, "step 2 | loss 3.1 | grad norm 0,27\n"), [0.27], [2])
+    same(reads(18, "step 1,234 | loss 3.1 | grad norm 0.5\n"), [0.5], [1234])
     # A comma for decimals makes that of all others.
-    check(reads(18, "step 1 norm 0,5\nstep 2 norm 1,234\nstep 3 norm 0,271\n"), [0.5, 1.234, 0.271])
+    same(reads(18, "step 1 norm 0,5\nstep 2 norm 1,234\nstep 3 norm 0,271\n"), [0.5, 1.234, 0.271])
     recording = reads(18, "step 1 norm 1,234\nstep 2 norm 5,271\n")
-    check(recording, [1234.0, 5271.0])
+    same(recording, [1234.0, 5271.0])
     told(recording, "comma", "thousands")
 
 
 def test_18_separators_in_tables(reads):
-    check(reads(18, 'step,grad_norm,loss\n1,"12,345",3.1\n2,"1,000",3.2\n'), [12345.0, 1000.0], [1, 2])
-    check(reads(18, "step;grad_norm\n1;0,5\n2;12,25\n"), [0.5, 12.25], [1, 2])
-    check(reads(18, jsonl([{"step": "1,200", "grad_norm": "12,345.5"}])), [12345.5], [1200])
+    same(reads(18, 'step,grad_norm,loss\n1,"12,345",3.1\n2,"1,000",3.2\n'), [12345.0, 1000.0], [1, 2])
+    same(reads(18, "step;grad_norm\n1;0,5\n2;12,25\n"), [0.5, 12.25], [1, 2])
+    same(reads(18, jsonl([{"step": "1,200", "grad_norm": "12,345.5"}])), [12345.5], [1200])
 
 
 @pytest.mark.parametrize(
@@ -142,7 +68,7 @@ def test_18_separators_in_tables(reads):
 )
 def test_19_the_norm_before_clipping(line, reads):
     content = "".join(f"step {i} | {line.format(i + 4.5)}\n" for i in range(3))
-    check(reads(19, content), [4.5, 5.5, 6.5], [0, 1, 2])
+    same(reads(19, content), [4.5, 5.5, 6.5], [0, 1, 2])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +83,7 @@ def test_19_only_norms_after_clipping(name, reads):
 
 def test_19_equal_norms(reads):
     recording = reads(19, "".join(f"step {i} | norm 1.0\n" for i in range(9)))
-    check(recording, [1.0] * 9)
+    same(recording, [1.0] * 9)
     told(recording, "all 9 norms are 1", "after clipping")
 
 
@@ -188,67 +114,46 @@ def test_20_ranks(name, order, reads):
     content += "".join(RANKS[name].format(step=step, rank=rank, norm=step + rank / 8) for step, rank in rows)
     recording = reads(20, content)
     if order == "one after the other" and name == "Ray":  # these may be the same process, started again
-        check(recording, [step + rank / 8 for step, rank in rows], starts=(0, 9, 18, 27))
+        same(recording, [step + rank / 8 for step, rank in rows], starts=(0, 9, 18, 27))
         return
-    check(recording, np.arange(9.0) + recording.norms[0], range(9), starts=(0,))
+    same(recording, np.arange(9.0) + recording.norms[0], range(9), starts=(0,))
     told(recording, "log their rows; those of")
 
 
 @pytest.mark.parametrize("what", ["stable rank", "avg rank", "rank", "mean_rank", "worker", "device"])
 def test_20_what_changes_from_step_to_step_is_no_process(what, reads):
     content = "".join(f"step {i} | norm {i}.5 | {what} {90 - i // 3}\n" for i in range(30))
-    check(reads(20, content), np.arange(30) + 0.5, range(30), notes=())
+    same(reads(20, content), np.arange(30) + 0.5, range(30), notes=())
     rows = [{"step": i, "grad_norm": i + 0.5, what: 9 - i % 4} for i in range(30)]
-    check(reads(20, jsonl(rows)), np.arange(30) + 0.5, range(30), notes=())
+    same(reads(20, jsonl(rows)), np.arange(30) + 0.5, range(30), notes=())
 
 
-WRAPPED = ["np.float64({})", "tensor({}, device='cuda:0')", "Array({}, dtype=float32)", "jnp.float32({})"]
-WRAPPED += [
-    "Array({}, dtype=float32, weak_type=True)",
-    "[{}]",
-    "torch.tensor([{}])",
-    "Decimal('{}')",
-    "float({})",
-]
-WRAPPED += [
-    "<tf.Tensor: shape=(), dtype=float32, numpy={}>",
-    "DTensor(local_tensor={}, device_mesh=DeviceMesh([0]))",
-]
-
-
-@pytest.mark.parametrize("wrapper", WRAPPED)
-@pytest.mark.parametrize(
-    "line", ["step={}, grad_norm={}, lr=0.1", "step: {} grad_norm: {} lr: 0.1", "step {} grad_norm {}"]
-)
-def test_21_wrapped_numbers(wrapper, line, reads):
-    content = "".join(line.format(i, wrapper.format(i / 8)) + "\n" for i in range(4))
-    check(reads(21, content), np.arange(4) / 8, range(4))
-    check(reads(21, content, column="grad_norm"), np.arange(4) / 8, range(4))
-
-
-def test_21_wrapped_numbers_in_tables(reads):
+def test_21_wrapped_numbers(reads):
+    content = "".join(f"step={i} grad_norm=np.float64({i}.4) lr=0.1\n" for i in range(3))
+    same(reads(21, content), [0.4, 1.4, 2.4], [0, 1, 2])
+    same(reads(21, content, column="grad_norm"), [0.4, 1.4, 2.4], [0, 1, 2])
     rows = [{"step": i, "grad_norm": f"np.float64({i / 8})"} for i in range(4)]
-    check(reads(21, jsonl(rows)), np.arange(4) / 8, range(4))
+    same(reads(21, jsonl(rows)), np.arange(4) / 8, range(4))
     content = "step,grad_norm\n" + "".join(f'{i},"tensor({i / 8}, device=0)"\n' for i in range(4))
-    check(reads(21, content), np.arange(4) / 8, range(4))
+    same(reads(21, content), np.arange(4) / 8, range(4))
 
 
 def test_21_a_function_is_no_wrapper(reads):
     content = "step 1 grad_norm 0.5\nstep 2 grad_norm log10(0.5)\nstep 3 grad_norm 0.25\n"
-    check(reads(21, content), [0.5, 0.25], [1, 3])
+    same(reads(21, content), [0.5, 0.25], [1, 3])
 
 
 def test_21_a_dict_of_parts(reads):
     content = "".join(
         f"loss=3.1, grad_norm={{'0_default': {i}.4, '1_fp32': 0.0}}, step={i}, lr=0.1\n" for i in range(3)
     )
-    check(reads(21, content), [0.4, 1.4, 2.4], [0, 1, 2])
+    same(reads(21, content), [0.4, 1.4, 2.4], [0, 1, 2])
     recording = reads(21, content, column="grad_norm")
-    check(recording, [0.4, 1.4, 2.4], [0, 1, 2])
+    same(recording, [0.4, 1.4, 2.4], [0, 1, 2])
     told(recording, "0_default", "1_fp32")
     rows = [{"step": i, "grad_norm": {"0_default": i + 0.5, "1_fp32": 0.0}} for i in range(3)]
-    check(reads(21, jsonl(rows)), [0.5, 1.5, 2.5], [0, 1, 2])
-    check(reads(21, jsonl(rows), column="grad_norm/1_fp32"), [0, 0, 0], [0, 1, 2])
+    same(reads(21, jsonl(rows)), [0.5, 1.5, 2.5], [0, 1, 2])
+    same(reads(21, jsonl(rows), column="grad_norm/1_fp32"), [0, 0, 0], [0, 1, 2])
 
 
 EPOCHS = [0.5, 1.0, 1.5]
@@ -268,10 +173,10 @@ def test_22_runs_told_by_their_epochs(form, reads):
     else:
         content = jsonl(rows) if form == "JSON lines" else json.dumps(rows)
     recording = reads(22, content)
-    check(recording, [row["grad_norm"] for row in rows], [0, 1, 2] * 3, starts=(0, 3, 6))
+    same(recording, [row["grad_norm"] for row in rows], [0, 1, 2] * 3, starts=(0, 3, 6))
     assert recording.notes[0].startswith("3 runs ")
     for run, part in enumerate(recording.runs):
-        check(part, [10.0 * run + epoch for epoch in EPOCHS], [0, 1, 2], starts=(0,), column="grad_norm")
+        same(part, [10.0 * run + epoch for epoch in EPOCHS], [0, 1, 2], starts=(0,), column="grad_norm")
         np.testing.assert_array_equal(part.loss, [2.5, 2.0, 1.5])
 
 
@@ -279,7 +184,7 @@ def test_22_runs_told_by_their_steps(reads):
     steps = [*range(10), *range(7), *range(12)]
     content = "".join(f"step {step} | norm {row}.5\n" for row, step in enumerate(steps))
     recording = reads(22, content)
-    check(recording, np.arange(29) + 0.5, steps, starts=(0, 10, 17))
+    same(recording, np.arange(29) + 0.5, steps, starts=(0, 10, 17))
     assert [part.steps.size for part in recording.runs] == [10, 7, 12]
     assert all(part.runs[0] is part and len(part.runs) == 1 for part in recording.runs)
 
@@ -287,18 +192,18 @@ def test_22_runs_told_by_their_steps(reads):
 def test_22_what_is_one_run(reads):
     steps = [(epoch, step) for epoch in range(3) for step in range(5)]
     content = "".join(f"epoch {e} step {s} norm {5 * e + s}.5\n" for e, s in steps)
-    check(reads(22, content), np.arange(15) + 0.5, list(range(5)) * 3, starts=(0,))
+    same(reads(22, content), np.arange(15) + 0.5, list(range(5)) * 3, starts=(0,))
     rows = [{"global_step": 5 * e + s, "step": s, "grad_norm": 0.5 + s} for e, s in steps]
-    check(reads(22, jsonl(rows)), [0.5 + s for _, s in steps], range(15), starts=(0,))
+    same(reads(22, jsonl(rows)), [0.5 + s for _, s in steps], range(15), starts=(0,))
     content = "".join((f"Epoch {e}\n" if s == 0 else "") + f"step {s} norm {5 * e + s}.5\n" for e, s in steps)
-    check(reads(22, content), np.arange(15) + 0.5, starts=(0,))
+    same(reads(22, content), np.arange(15) + 0.5, starts=(0,))
 
 
 def test_22_a_resumed_run(reads):
     steps = [*range(1, 61), *range(51, 101)]
     rows = [{"step": step, "grad_norm": row + 0.5} for row, step in enumerate(steps)]
     recording = reads(22, jsonl(rows))
-    check(recording, [*np.arange(50) + 0.5, *np.arange(60, 110) + 0.5], range(1, 101), starts=(0,))
+    same(recording, [*np.arange(50) + 0.5, *np.arange(60, 110) + 0.5], range(1, 101), starts=(0,))
     told(recording, "resumed 1 time", "60 to 51", "10 earlier rows")
 
 
@@ -311,7 +216,7 @@ def test_22_attempts(reads):
             )
             update += 1
     recording = reads(22, jsonl(rows))
-    check(recording, 3 + np.arange(12) / 16, range(12), starts=(0,))
+    same(recording, 3 + np.arange(12) / 16, range(12), starts=(0,))
     told(recording, "resumed 2 times")
 
 
@@ -321,7 +226,7 @@ def test_23_by_how_many_values_there_are(reads):
         rows += [f"{epoch},,{4 * epoch + i + 0.5},{4 * epoch + i}" for i in range(4)]
         rows.append(f"{epoch},{4 * epoch + 2.0},,{4 * epoch + 3}")
     recording = reads(23, "\n".join(rows) + "\n")
-    check(recording, np.arange(12) + 0.5, range(12), column="grad_norm_step")
+    same(recording, np.arange(12) + 0.5, range(12), column="grad_norm_step")
 
 
 @pytest.mark.parametrize(
@@ -337,14 +242,14 @@ def test_23_by_how_many_values_there_are(reads):
 @pytest.mark.parametrize("name", ["gnorm", "norm", "grad_norm", "total_norm"])
 def test_23_settings_are_no_norms(first, name, reads):
     content = f"{first}\n" + "".join(f"step {i} | loss 3.1 | {name} {i}.5\n" for i in range(1, 31))
-    check(reads(23, content), np.arange(1, 31) + 0.5, range(1, 31), column=name)
+    same(reads(23, content), np.arange(1, 31) + 0.5, range(1, 31), column=name)
 
 
 def test_23_the_whole_before_its_parts(reads):
     rows = [
         {"step": i, "grad_norm/layer_0": 7.0, "grad_norm/layer_1": 8.0, "norm": i + 0.5} for i in range(6)
     ]
-    check(reads(23, jsonl(rows)), np.arange(6) + 0.5, range(6), column="norm")
+    same(reads(23, jsonl(rows)), np.arange(6) + 0.5, range(6), column="norm")
     for row in rows:
         del row["norm"]
     told(reads(23, jsonl(rows)), "grad_norm has several numbers: grad_norm/layer_0 (read), grad_norm/layer_1")
@@ -359,7 +264,7 @@ def test_24_a_step_on_the_line_above(header, reads):
         for i in range(1, 9)
     )
     recording = reads(24, content)
-    check(recording, np.arange(1, 9) + 0.5, np.arange(10, 90, 10), cadence=10)
+    same(recording, np.arange(1, 9) + 0.5, np.arange(10, 90, 10), cadence=10)
     assert recording.notes == ("every 10th step is logged",)
 
 
@@ -372,23 +277,23 @@ def test_24_a_step_of_its_total(reads):
         "".join(f"{row}\n" for row in rows),
         "".join(f"INFO {json.dumps(row)}\n" for row in rows),
     ):
-        check(reads(24, content), np.arange(1, 9) + 0.5, np.arange(10, 90, 10), cadence=10)
+        same(reads(24, content), np.arange(1, 9) + 0.5, np.arange(10, 90, 10), cadence=10)
     content = "".join(f"Epoch [1][{50 * i}/7330]  lr: 0.1, grad_norm: {i}.5\n" for i in range(1, 9))
-    check(reads(24, content), np.arange(1, 9) + 0.5, np.arange(50, 450, 50), cadence=50)
+    same(reads(24, content), np.arange(1, 9) + 0.5, np.arange(50, 450, 50), cadence=50)
     content = "".join(
         f"Train: [0/300][{50 * i}/7330] loss 6.9 (6.9) grad_norm {i}.5 (1.0)\n" for i in range(1, 9)
     )
-    check(reads(24, content), np.arange(1, 9) + 0.5, np.arange(50, 450, 50), cadence=50)
+    same(reads(24, content), np.arange(1, 9) + 0.5, np.arange(50, 450, 50), cadence=50)
 
 
 def test_24_no_step_found(reads):
     recording = reads(24, "".join(f"at {i}: loss 3.1 norm {i}.5\n" for i in range(4)))
-    check(recording, np.arange(4) + 0.5, range(4))
+    same(recording, np.arange(4) + 0.5, range(4))
     told(recording, "no step found")
     # A step far above, of something else, is none.
     content = "saved the model at step 500\n" + "".join(f"loss 3.1 norm {i}.5\n" for i in range(9))
     recording = reads(24, content)
-    check(recording, np.arange(9) + 0.5, range(9))
+    same(recording, np.arange(9) + 0.5, range(9))
     told(recording, "no step found")
 
 
@@ -404,24 +309,6 @@ def test_25_quartiles(reads):
     )
 
 
-@pytest.mark.parametrize(
-    "numbers", ["0.5 0.25", "0.5, 0.25, 0.75", "[0.5, 0.25]", "(0.5, 0.25)", "0.5/1.0", "0.5 -> 0.25"]
-)
-@pytest.mark.parametrize("line", ["step {} | grad_norm: {} | lr 0.1\n", "step {} grad_norm {} lr 0.1\n"])
-def test_25_several_numbers(numbers, line, reads):
-    recording = reads(25, "".join(line.format(i, numbers) for i in range(3)))
-    check(recording, [0.5] * 3, range(3))
-    told(recording, "3 lines have several numbers after grad_norm", "the first is read")
-
-
-@pytest.mark.parametrize(
-    "behind", ["3613 ms", "12.3 tok/s", "(+0.10z)", "| 3.5 |", "at 12:30:45", "lr 0.1", "(0.4)"]
-)
-def test_25_other_numbers_behind(behind, reads):
-    content = "".join(f"step {i} | norm {i}.5 {behind}\n" for i in range(3))
-    check(reads(25, content), [0.5, 1.5, 2.5], range(3), notes=())
-
-
 @pytest.mark.parametrize("names", [("norm", "grad_norm"), ("grad_norm", "norm"), ("gnorm", "raw_grad_norm")])
 @pytest.mark.parametrize("form", ["text", "JSON", "CSV"])
 def test_26_a_norm_that_is_renamed(names, form, reads):
@@ -433,7 +320,7 @@ def test_26_a_norm_that_is_renamed(names, form, reads):
         cells = [[str(row.get(name, "")) for name in ("step", *names)] for row in rows]
         content = "".join(",".join(row) + "\n" for row in [["step", *names], *cells])
     recording = reads(26, content)
-    check(recording, np.arange(500) + 0.5, range(500), starts=(0,))
+    same(recording, np.arange(500) + 0.5, range(500), starts=(0,))
     told(recording, f"{names[0]} is called {names[1]} from step 250 on")
 
 
@@ -453,7 +340,7 @@ def test_26_means_between_steps(mean, reads):
             mean.format(e=i // 10, s=i) if i % 10 == 9 else ""
         )
     recording = reads(26, content)
-    check(recording, np.arange(40) + 0.5, range(40), starts=(0,))
+    same(recording, np.arange(40) + 0.5, range(40), starts=(0,))
     told(recording, "left out")
 
 
@@ -468,13 +355,13 @@ def test_26_means_between_rows(mean, reads):
         if i % 10 == 9:
             rows.append({**mean, "step": i} if "step" in mean else mean)
     recording = reads(26, jsonl(rows))
-    check(recording, np.arange(40) + 0.5, range(40), starts=(0,))
+    same(recording, np.arange(40) + 0.5, range(40), starts=(0,))
     told(recording, "left out")
 
 
 @pytest.mark.parametrize("last", ["done", "Training finished.", "saved to out/model.bin", "real 12m3s", "$ "])
 def test_27_a_last_line_that_is_no_row(last, reads):
-    check(reads(27, f"step 1 | norm 0.5\nstep 2 | norm 0.4\n{last}"), [0.5, 0.4], [1, 2], notes=())
+    same(reads(27, f"step 1 | norm 0.5\nstep 2 | norm 0.4\n{last}"), [0.5, 0.4], [1, 2], notes=())
 
 
 GLUED = [
@@ -492,7 +379,7 @@ GLUED += [
 @pytest.mark.parametrize("last", GLUED)
 def test_27_a_row_that_is_cut_off(last, reads):
     recording = reads(27, f"step 1 | loss 2.1 | norm 0.5\nstep 2 | loss 2.0 | norm 0.4\n{last}")
-    check(recording, [0.5, 0.4], [1, 2])
+    same(recording, [0.5, 0.4], [1, 2])
     told(recording, "cut off or runs into other text")
 
 
@@ -501,7 +388,7 @@ def test_27_a_row_that_is_cut_off(last, reads):
 )
 def test_27_a_number_that_may_be_cut(last, reads):
     recording = reads(27, f"step 1 | norm 0.5\nstep 2 | norm 0.4\n{last}")
-    check(recording, [0.5, 0.4], [1, 2])
+    same(recording, [0.5, 0.4], [1, 2])
     told(recording, "may be cut off and is left out")
 
 
@@ -510,7 +397,7 @@ def test_28_a_first_line_of_any_length(size, reads):
     config = {"config": {"text": "x" * size, "clip": "zclip", "alpha": 0.9}}
     rows = [{"step": i, "grad_norm": i + 0.5} for i in range(4)]
     recording = reads(28, jsonl([config, *rows]))
-    check(recording, np.arange(4) + 0.5, range(4), settings={"alpha": 0.9}, notes=(), format="JSON lines")
+    same(recording, np.arange(4) + 0.5, range(4), settings={"alpha": 0.9}, notes=(), format="JSON lines")
 
 
 @pytest.mark.parametrize("column", [None, "train/grad_norm", "train.grad_norm"])
@@ -521,10 +408,10 @@ def test_28_rows_a_level_deeper(column, reads):
     ]
     for content in (jsonl(rows), json.dumps(rows), json.dumps({"log_history": rows})):
         recording = reads(28, content, column=column)
-        check(recording, np.arange(4) + 0.5, range(4), column="train/grad_norm", notes=())
+        same(recording, np.arange(4) + 0.5, range(4), column="train/grad_norm", notes=())
         np.testing.assert_array_equal(recording.loss, [3.0] * 4)
     deeper = [{"step": i, "metrics": {"train": {"optim": {"grad_norm": i + 0.5}}}} for i in range(4)]
-    check(reads(28, jsonl(deeper)), np.arange(4) + 0.5, range(4))
+    same(reads(28, jsonl(deeper)), np.arange(4) + 0.5, range(4))
 
 
 def test_29_a_resumed_tensorboard(tmp_path):
@@ -535,7 +422,7 @@ def test_29_a_resumed_tensorboard(tmp_path):
     recording = read(tmp_path)
     print(f"\n29. resumed at 51: {recording.norms.size} norms, {recording.notes}")
     steps = np.arange(1, 101)
-    check(recording, np.where(steps < 51, 1.0, 51.0) + steps / 128, steps, starts=(0,))
+    same(recording, np.where(steps < 51, 1.0, 51.0) + steps / 128, steps, starts=(0,))
     told(recording, "resumed 1 time", "10 earlier rows")
 
 
@@ -548,16 +435,16 @@ def test_30_encodings(encoding, form, reads):
     elif form == "CSV":
         content = "step,grad_norm\r\n" + "".join(f"{i},{i}.5\r\n" for i in range(9))
     mark = "\ufeff" if encoding in ("utf-16-le", "utf-16-be") else ""
-    check(reads(30, (mark + content).encode(encoding)), np.arange(9) + 0.5, range(9), notes=())
+    same(reads(30, (mark + content).encode(encoding)), np.arange(9) + 0.5, range(9), notes=())
 
 
 def test_30_headers(reads):
     recording = reads(30, "step,grad_norm,grad_norm\n1,0.5,7\n2,0.25,8\n")
-    check(recording, [0.5, 0.25], [1, 2], column="grad_norm")
+    same(recording, [0.5, 0.25], [1, 2], column="grad_norm")
     told(recording, "several columns are called grad_norm")
-    check(reads(30, "step,grad_norm,grad_norm\n1,0.5,7\n2,0.25,8\n", column="grad_norm (2)"), [7, 8])
+    same(reads(30, "step,grad_norm,grad_norm\n1,0.5,7\n2,0.25,8\n", column="grad_norm (2)"), [7, 8])
     content = "step, grad_norm , loss\n1, 0.5, 3.0\n2, 0.25, 3.5\n"
-    check(reads(30, content), [0.5, 0.25], [1, 2])
+    same(reads(30, content), [0.5, 0.25], [1, 2])
     recording = reads(30, content, column="grad_norm")
-    check(recording, [0.5, 0.25], [1, 2], column="grad_norm")
+    same(recording, [0.5, 0.25], [1, 2], column="grad_norm")
     np.testing.assert_array_equal(recording.loss, [3.0, 3.5])

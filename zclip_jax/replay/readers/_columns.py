@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -165,7 +165,7 @@ class Columns(dict[str, Column | None]):
         self.num_rows = 0
         self.drawn = array("q")  # rows that a progress bar may draw anew
         self.kinds = array("q")  # of each row, what it has
-        self._kinds: dict[Hashable, int] = {}
+        self._kinds: dict[tuple[str, ...], int] = {}
 
     def __missing__(self, name: str) -> Column | None:
         column: Column | None = None
@@ -186,19 +186,19 @@ class Columns(dict[str, Column | None]):
             return False
         return f"{_dotted(name)}.".startswith(f"{_dotted(self.wanted)}.")
 
-    def add(self, row: Mapping[str, Any], kind: Hashable = None) -> None:
-        """Takes a row; rows of one kind have the same names."""
+    def add(self, row: Mapping[str, Any], kind: tuple[str, ...] = ()) -> None:
+        """Takes a row; rows of one `kind` have the same names."""
         for name, value in row.items():
             column = self[name]
             if column is not None:
                 column.append(self.num_rows, value)
         self.end_row(kind)
 
-    def end_row(self, kind: Hashable = None) -> None:
+    def end_row(self, kind: tuple[str, ...] = ()) -> None:
         self.kinds.append(self._kinds.setdefault(kind, len(self._kinds)))
         self.num_rows += 1
 
-    def extend(self, names: Sequence[str], rows: Sequence[Sequence[str]], kind: Hashable) -> None:
+    def extend(self, names: Sequence[str], rows: Sequence[Sequence[str]], kind: tuple[str, ...]) -> None:
         """Takes rows that all have numbers under these names."""
         for name, texts in zip(names, zip(*rows, strict=True), strict=True):
             column = self[name]
@@ -208,7 +208,7 @@ class Columns(dict[str, Column | None]):
         self.kinds.extend([number] * len(rows))
         self.num_rows += len(rows)
 
-    def kind(self, number: int) -> Hashable:
+    def kind(self, number: int) -> tuple[str, ...]:
         return next(kind for kind, place in self._kinds.items() if place == number)
 
     def ranked(self, rank: Callable[[str], int | None]) -> list[tuple[int, str, Column]]:

@@ -1,6 +1,7 @@
 """CSV and TSV, exports of W&B among them."""
 
 import csv
+import itertools
 from collections.abc import Iterable, Iterator
 
 from zclip_jax.replay.readers._columns import Columns
@@ -38,7 +39,7 @@ def read_csv(lines: Iterable[str], column: str | None, delimiter: str) -> Record
         for row in reader:
             if row:
                 cells = {name: row[place] for name, place in places if place < len(row)}
-                columns.add(cells, tuple(map(bool, cells.values())))
+                columns.add(cells, tuple(itertools.compress(cells, cells.values())))
     except csv.Error as error:
         raise ValueError(f"CSV that is damaged in line {reader.line_num}: {error}") from None
     if unfinished and (len(row) < len(header) or columns[header[-1]] is not None):

@@ -1,7 +1,5 @@
 """Which rows of a log are left out: of other processes, without a step, drawn anew, about many steps."""
 
-from collections.abc import Hashable
-
 import numpy as np
 
 from zclip_jax.replay.readers._names import ABOVE, words_of
@@ -80,5 +78,5 @@ def _means(series: Series) -> list[str]:
     return [f"{are} about steps that have a row of their own, as means of an epoch are; left out"]
 
 
-def _words_of_kind(kind: Hashable) -> set[str]:
-    return {word for name in (kind if isinstance(kind, tuple) else ()) for word in words_of(name).split("_")}
+def _words_of_kind(kind: tuple[str, ...]) -> set[str]:
+    return {word for name in kind for word in words_of(name).split("_")}

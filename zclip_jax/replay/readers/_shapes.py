@@ -1,7 +1,7 @@
 """Shapes of lines: one pattern reads at once all lines that differ in their numbers alone."""
 
 import re
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from zclip_jax.replay.readers._names import LAUNCHER, process_rank, step_rank
@@ -29,12 +29,12 @@ class Shape(NamedTuple):
 
     match: Callable[[str], re.Match[str] | None]
     names: tuple[str, ...]
-    kind: Hashable
+    kind: tuple[str, ...]
     numbered: bool
     drawn: bool
 
 
-def learn(line: str, tokens: Iterable[Token], kind: Hashable) -> Shape | None:
+def learn(line: str, tokens: Iterable[Token], kind: tuple[str, ...]) -> Shape | None:
     """The shape of a line with these numbers; None if they are written in a way that patterns are not for."""
     tokens = sorted(tokens, key=lambda token: token.start)
     text = line.rstrip("\r\n")
