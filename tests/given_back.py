@@ -172,7 +172,8 @@ def series(draw, numbering, spelling="shortest", min_size=3, max_size=7, odd=Tru
     kind = st.one_of(numbers, large) if spelling not in PLAIN else numbers
     norms = draw(st.lists(kind, min_size=min_size, max_size=max_size))
     if spelling == "decimal comma, three places":
-        norms = [max(norm, Decimal("0.001")) for norm in norms] + [Decimal("0.312")]
+        # Only a number below 1 shows that the comma is that of decimals.
+        norms = [Decimal("0.312"), *(max(norm, Decimal("0.001")) for norm in norms)]
     losses = draw(st.lists(st.integers(1000, 99999), min_size=len(norms), max_size=len(norms), unique=True))
     rows = []
     for i, (norm, loss) in enumerate(zip(norms, losses, strict=True)):
@@ -181,7 +182,7 @@ def series(draw, numbering, spelling="shortest", min_size=3, max_size=7, odd=Tru
         row = Row(step, text, f"{loss / 10000:.4f}", f"{(step + every) / per_epoch:.2f}")
         rows.append(row._replace(value=float(value)))
     if odd and draw(st.integers(0, 5)) == 0:
-        place, text = draw(st.integers(0, len(rows) - 1)), draw(st.sampled_from(list(ODD)))
+        place, text = draw(st.integers(1, len(rows) - 1)), draw(st.sampled_from(list(ODD)))
         before, _, behind = spelling.partition("…") if spelling in WRAPPED else ("", "", "")
         rows[place] = rows[place]._replace(norm=before + text + behind, value=ODD[text])
     return rows
