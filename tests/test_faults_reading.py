@@ -347,7 +347,7 @@ def test_23_the_whole_before_its_parts(reads):
     check(reads(23, jsonl(rows)), np.arange(6) + 0.5, range(6), column="norm")
     for row in rows:
         del row["norm"]
-    told(reads(23, jsonl(rows)), "2 norm columns: grad_norm/layer_0 (read), grad_norm/layer_1")
+    told(reads(23, jsonl(rows)), "grad_norm has several numbers: grad_norm/layer_0 (read), grad_norm/layer_1")
 
 
 @pytest.mark.parametrize(

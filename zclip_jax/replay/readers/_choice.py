@@ -66,7 +66,12 @@ def choose_norm(columns: Columns) -> Choice:
     best = min(fitting, key=lambda one: one.rank)
     notes = [best.note] if best.note else []
     equal = [one.name for one in fitting if one.rank == best.rank and one is not best]
-    if equal:
+    above = best.name.rpartition("/")[0]
+    if equal and norm_rank(above) is not None and all(name.startswith(f"{above}/") for name in equal):
+        notes.append(
+            f"{above} has several numbers: {best.name} (read), {listing(equal, 4)}; choose with --column"
+        )
+    elif equal:
         notes.append(
             f"{1 + len(equal)} norm columns: {best.name} (read), {listing(equal, 4)}; choose with --column"
         )
@@ -89,6 +94,7 @@ def choose_norm(columns: Columns) -> Choice:
 def main_steps(columns: Columns, run: str) -> tuple[str, Column] | None:
     """The column that numbers the steps of most rows of a run, and its name; None if there is none."""
     ranked = [one for one in columns.ranked(step_rank) if run_of(one[1]) in ("", run)]
+    ranked.sort(key=lambda one: bool(one[2].first_rounded))
     most = max((len(column.rows) for _, _, column in ranked), default=0)
     return next(((name, column) for _, name, column in ranked if 2 * len(column.rows) >= most), None)
 

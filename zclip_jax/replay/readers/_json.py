@@ -26,6 +26,8 @@ SETTINGS = {
     )
 } | {"clip_warmup": "warmup_steps"}
 
+TAGS = ("tag", "metric", "name", "key")  # what a number is called in rows of one
+
 _decode = json.JSONDecoder().raw_decode
 
 
@@ -88,6 +90,9 @@ def read_lines(lines: Iterable[str], column: str | None) -> Recording:
 
 
 def _add(columns: Columns, row: dict[str, Any]) -> None:
+    tag = next((row[key] for key in TAGS if isinstance(row.get(key), str)), None) if "value" in row else None
+    if tag is not None:  # a row for each number
+        row = {name: value for name, value in row.items() if name != "value"} | {tag: row["value"]}
     try:
         if any(type(value) is dict for value in row.values()):
             row = dict(flatten(row))

@@ -26,7 +26,7 @@ OTHER = listed(
     " eval evaluation val valid validation test dev"
     " std stdev var variance ratio count num number eps coef coefficient factor scale rate frac fraction percent"
     " pct percentile quantile quantiles quartile quartiles median range type diff delta change cosine sim similarity"
-    " log10 log2 ln"
+    " log10 log2 ln args config cfg hparams hyperparameters settings"
 )
 _OTHER_PARTS = re.compile(
     r"param|weight|update|thresh|(^|_)(layer|rms|batch|group|instance|q|k|qk)_?norm|layernorm|max_?(grad|norm)"

@@ -122,6 +122,8 @@ class _Series:
     def steps(self) -> list[tuple[str, Column]]:
         """The columns of steps, without those that say one number, as that of all steps."""
         found = self.beside(step_rank)
+        changing = [(name, column) for name, column in found if np.unique(self.at(column)).size > 1]
+        found = changing or found
         most = max((column.has(self.rows).sum() for _, column in found), default=0)
         return [
             (name, column)
@@ -220,7 +222,7 @@ class _Series:
         restarts = {name: int((np.diff(x) < 0).sum()) for name, x in numbered.items()}
         if not self.beside(attempt_rank):
             # A step that starts anew each epoch is often beside one that doesn't.
-            candidates.sort(key=lambda one: restarts[one[0]] > 0)
+            candidates.sort(key=lambda one: (bool(one[2].first_rounded), restarts[one[0]] > 0))
         if not candidates:
             why = f"steps are rounded, as {rounded[0]!r} is" if rounded else "no step found"
             return None, [f"{why}: rows are numbered from 0, and how often it was logged is unknown"]
@@ -235,11 +237,12 @@ class _Series:
                 )
         self.main = (name, candidates[0][2])
         known = np.abs(numbers) < LARGEST_STEP
-        for other, numbers_of_other, _ in candidates[1:]:  # renamed in mid file
-            if not (known & np.isfinite(numbers_of_other)).any():
-                numbers = np.where(known, numbers, numbers_of_other)
+        for other, x, _ in candidates[1:]:
+            both = known & np.isfinite(x)
+            if not known.all() and (numbers[both] == x[both]).all():  # the same, or renamed in mid file
+                notes += [] if both.any() else [f"{name} and {other} are read as one"]
+                numbers = np.where(known, numbers, x)
                 known = np.abs(numbers) < LARGEST_STEP
-                notes.append(f"{name} and {other} are read as one")
         if not known.all():
             unnumbered = count(int((~known).sum()), "row has", "rows have")
             notes.append(f"{unnumbered} no step and count on from the row before")

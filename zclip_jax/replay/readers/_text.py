@@ -1,5 +1,6 @@
 r"""Plain text: what trainers print, as in `step 5/100 | loss 3.1 | norm 0.27 (+0.10z)`."""
 
+import re
 from collections import deque
 from collections.abc import Sequence
 from io import TextIOWrapper
@@ -30,6 +31,7 @@ from zclip_jax.replay.readers._tokens import Token, find_literal, find_unread, t
 MOST_SHAPES = 4
 MOST_FORMS = 100  # of rows, by their words
 LINES_ABOVE = 100  # a step that is further above is of something else
+MOST_OPEN = 60  # lines of a dict
 BLOCK = 1 << 8  # rows that are converted at once: few enough to stay in the cache
 
 
@@ -62,6 +64,7 @@ def read_text(file: TextIOWrapper, column: str | None) -> Recording:
             match = shape.match if shape else _no_match
     if shape and block:
         rows.take_block(shape, block)
+    rows.close()
     if not rows.columns.num_rows:
         file.seek(0)
         raise ValueError(_nothing(file, column))
@@ -78,12 +81,14 @@ class _Rows:
     def __init__(self, column: str | None) -> None:
         self.columns = Columns(column, unit="line")
         self.find = find_literal(column) if column else None
-        self.cue = "norm" if column is None else column.lower()
+        self.cue = "norm" if column is None else re.split(r"[/.]", column)[0].lower() or column.lower()
         self.shapes: list[Shape] = []
         self.num_read, self.learn_at = 0, 2
         self.since: deque[str] = deque(maxlen=LINES_ABOVE)  # lines since the last row
         self.last = self.last_odd = ""  # the last row, and the last that is unlike the rows before it
         self.forms: set[tuple[str, ...]] = set()
+        self.words: set[str] = set()  # of these rows
+        self.open: list[str] = []  # lines of a dict that isn't closed yet
         self.epoch = ""
         self.several: dict[str, list[str]] = {}
         self.cut: list[str] = []
@@ -103,6 +108,26 @@ class _Rows:
                 self.take_block(other, [found.groups()])
                 self._end(line)
                 return other
+        if self.open or line.count("{") > line.count("}"):
+            self.open.append(line)
+            whole = " ".join(part.strip() for part in self.open)
+            if whole.count("{") > whole.count("}") and len(self.open) < MOST_OPEN:
+                return shape
+            parts, self.open = self.open, []
+            if whole.count("{") > whole.count("}"):
+                for part in parts:
+                    self._take(part, shape)
+                return shape
+            line = whole + line[len(line.rstrip("\r\n")) :]
+        return self._take(line, shape)
+
+    def close(self) -> None:
+        """Takes what is left of a dict that isn't closed."""
+        for part in self.open:
+            self._take(part, None)
+        self.open = []
+
+    def _take(self, line: str, shape: Shape | None) -> Shape | None:
         if self.cue not in line.lower():
             self._pass_over(line)
             return shape
@@ -121,12 +146,21 @@ class _Rows:
         self.columns.end_row(phrases)
         if line.endswith("\r"):
             self.columns.drawn.append(row)
-        form = words_between(line)
-        self.last_odd = line if self.forms and form not in self.forms else ""
-        if len(self.forms) < MOST_FORMS:
-            self.forms.add(form)
+        self._compare(line, any(step_rank(token.name) is not None for token in tokens))
         self._end(line)
         return self._learn(line, tokens, phrases) or shape
+
+    def _compare(self, line: str, numbered: bool) -> None:
+        """Remembers what a row looks like, and whether it is unlike all before, as if it ran into other text."""
+        form = words_between(line)
+        odd = form not in self.forms and len(self.forms) > 0
+        if odd and line.endswith(("\n", "\r")):
+            new = {word.strip(".,:;*") for word in form} - self.words
+            odd = numbered and any(word.isalpha() and len(word) > 3 for word in new)
+        self.last_odd = line if odd else ""
+        if len(self.forms) < MOST_FORMS:
+            self.forms.add(form)
+            self.words.update(word.strip(".,:;*") for word in form)
 
     def _learn(self, line: str, tokens: list[Token], phrases: tuple[str, ...]) -> Shape | None:
         """Learns a shape from a few of the lines, ever fewer, since where lines vary none will fit."""
@@ -213,7 +247,7 @@ class _Rows:
     def _cut_line(self, line: str) -> str:
         """The line behind which the log breaks off, if it seems to."""
         if line is self.last:
-            return self.last_odd
+            return line if self.last_odd is line else ""
         tokens = tokens_of(self.last.rstrip("\r\n"))[0]
         matter = [token for token in tokens if self.columns[token.name] is not None]
         for other in self.since:

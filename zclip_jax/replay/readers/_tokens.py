@@ -30,7 +30,7 @@ _BETWEEN = r"""["']?(?:\s*(?:[:=]=?|->|=>)\s*|\s+)[\s"'\[(]*|["'\[(]+[\s:="'\[(]
 # From a first digit to where no number can go on; a comma or an apostrophe is in it if a digit follows.
 _NUMBER = (
     r"""[-+\u2212]?(?:\d|\.\d|(?i:nan|inf(?:inity)?)(?![A-Za-z_]))"""
-    r"""(?:[^\s|;,()\[\]{}"'<>=→-]|[,'](?=\d)|-(?!>))*+"""
+    r"""(?:[^\s|;,()\]}"'<>=→-]|[,'](?=\d)|[\u00a0\u2009\u202f](?=\d{3})|-(?!>))*+"""
 )
 _PAIR = re.compile(rf"{_NAME}{_ASIDE}(?:{_BETWEEN})(?:({WRAPPER}++))?({_NUMBER})")
 _UNREAD = re.compile(rf"""{_NAME}{_ASIDE}["']?\s*[:=]\s*["']?([^\s|,;"']+)""")
@@ -51,7 +51,7 @@ _NEUTRAL = listed(
 )
 _UNITS = listed("ms s sec secs seconds min h gb mb gib mib tokens tok samples it steps % mfu tflops")
 _AFTER = listed("is was of at value equals")
-_NOT_STEPS = OTHER | listed("total warmup warm every per save log logging accumulation accum")
+_NOT_STEPS = OTHER | listed("total warmup warm every per save log logging accumulation accum skipped nan")
 
 
 class Token(NamedTuple):
@@ -173,7 +173,7 @@ def name_of(phrase: str) -> str:
     if step_rank(last) is not None or epoch_rank(last) is not None:
         if step_rank(two) is not None:
             return two
-        return two if before in _NOT_STEPS else last
+        return last if _NOT_STEPS.keys().isdisjoint(word.lower() for word in words[:-1]) else phrase
     if loss_rank(two) is not None:
         return two
     if loss_rank(last) is not None or process_rank(last) is not None:
