@@ -15,7 +15,7 @@ from tests.dialects import PLAIN, SPELLINGS, WRAPPED, Dialect, Row
 from zclip_jax.replay.readers import read
 
 # What notes and errors say, in whatever words.
-RANKS = r"\branks?\b|process|\bhosts?\b|\bworkers?\b"
+RANKS = r"ranks?\b|process|\bhosts?\b|\bworkers?\b"
 RUNS = r"\bruns?\b(?! into)"
 AGAIN = r"repeat|again|resum|attempt|twice|anew"
 STEPS = r"\b(no|without|unknown|unclear|shortened|rounded)(\W+\w+){0,2}\W+steps?\b"
