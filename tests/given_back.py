@@ -252,4 +252,4 @@ def with_last_cut(runs: Sequence[list[Row]], kind: str, dialect: Dialect, *, has
     """What may be read when the last row is cut off: it is whole where it can be, or left out and that is told."""
     whole = [reading._replace(loose=True) for reading in joined(runs, kind, dialect.steps)]
     shorter = [run for run in (*runs[:-1], runs[-1][:-1]) if run]
-    return whole + told(joined(shorter, kind, dialect.steps), *([CUT] if has_norm else []))
+    return whole + told(joined(shorter, kind, dialect.steps), *([f"{CUT}|but no step"] if has_norm else []))
