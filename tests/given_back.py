@@ -42,7 +42,7 @@ def extent(max_examples):
     return run
 
 
-MANY = 30  # times as many examples in the slow part
+MANY = 5  # times as many examples in the slow part
 EXTENTS = pytest.mark.parametrize("more", [1, pytest.param(MANY, marks=pytest.mark.slow)])
 
 
