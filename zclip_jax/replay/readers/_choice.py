@@ -6,10 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from zclip_jax.replay.readers._columns import Column, Columns
-from zclip_jax.replay.readers._names import MEAN, PART, is_clipped, norm_rank, run_of, step_rank
+from zclip_jax.replay.readers._names import ABOVE, MEAN, PART, is_clipped, norm_rank, run_of, step_rank
 from zclip_jax.replay.readers._notes import count, listing
 
 LOOKED_FOR = "looked for a name like grad_norm, train/grad_norm or norm; choose another with --column"
+MOST = 0.8  # of the rows, that a step above them must be there for
 SEVERAL = 3  # rows of a name that make it more than a setting
 
 
@@ -97,6 +98,9 @@ def choose_norm(columns: Columns) -> Choice:
 def main_steps(columns: Columns, run: str) -> tuple[str, Column] | None:
     """The column that numbers the steps of most rows of a run, and its name; None if there is none."""
     ranked = [one for one in columns.ranked(step_rank) if run_of(one[1]) in ("", run)]
+    ranked = [
+        one for one in ranked if not one[1].startswith(ABOVE) or len(one[2].rows) >= MOST * columns.num_rows
+    ]
     ranked.sort(key=lambda one: bool(one[2].first_rounded))
     most = max((len(column.rows) for _, _, column in ranked), default=0)
     return next(((name, column) for _, name, column in ranked if 2 * len(column.rows) >= most), None)

@@ -10,6 +10,8 @@ from zclip_jax.replay.readers._names import norm_rank
 from zclip_jax.replay.readers._numbers import parse_number
 from zclip_jax.replay.readers._recording import Recording
 
+NO_NAME = frozenset("<>{}=|\x1b")  # what stands in no name of a column, but in bars and what else is printed
+
 
 def find_delimiter(lines: list[str]) -> str | None:
     """What divides the cells of the table that begins with these lines; None if they are no table."""
@@ -21,6 +23,8 @@ def find_delimiter(lines: list[str]) -> str | None:
         if len(rows) < 2 or len(rows[0]) != len(rows[1]):
             continue
         header, row = rows
+        if any(NO_NAME.intersection(cell) for cell in header):
+            continue
         is_table = len(header) > 1 or (len(header) == 1 and norm_rank(header[0]) is not None)
         if is_table and not any(map(parse_number, header)) and any(map(parse_number, row)):
             return delimiter

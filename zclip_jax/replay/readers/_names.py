@@ -120,7 +120,13 @@ def _norm_rank(name: str) -> int | None:
 def step_rank(name: str) -> int | None:
     """How well a name fits the number of the step."""
     words = words_of(name)
-    return _STEPS.get(_OF_TOTAL.sub("", words) if "/" in name else words)
+    if "/" not in name:
+        return _STEPS.get(words)
+    words = _OF_TOTAL.sub("", words)
+    last = words_of(name.rpartition("/")[2])
+    if words in _STEPS or last not in _STEPS or not OTHER.keys().isdisjoint(words.split("_")):
+        return _STEPS.get(words)
+    return len(_STEPS) + _STEPS[last]  # "data/step", where nothing is better
 
 
 def loss_rank(name: str) -> int | None:

@@ -19,7 +19,7 @@ _EXACT = re.compile(r"[-+]?\d+(?:\.\d*)?|[-+]?\.\d+", re.A)
 # What libraries print around a number: "np.float64(0.4)", "Array(0.4, dtype=float32)", "tensor([0.4], device=0)".
 WRAPPER = r"(?:[A-Za-z_][\w.]*+\(\s*(?:local_tensor=|value=)?[\s\['\"(]*|<tf\.[^<>]*numpy=)"
 _WRAPPED = re.compile(
-    rf"""[\s\['"(]*(?P<wrapper>{WRAPPER}*+)(?P<number>[^\s,()\[\]"'<>]+)(?P<rest>.*)""", re.S
+    rf"""[\s\['"(]*(?P<wrapper>{WRAPPER}{{0,4}}+)(?P<number>[^\s,()\[\]"'<>]+)(?P<rest>.*)""", re.S
 )
 _NAMED_ONLY = re.compile(r"""[\])'"\s>]*(?:,\s*(?:[A-Za-z_]\w*=.*)?[\])'">\s]*)?""", re.S)
 # Calls that make another number of the one in their parentheses.

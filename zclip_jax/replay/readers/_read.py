@@ -24,8 +24,9 @@ def read(path: str | os.PathLike[str], *, column: str | None = None) -> Recordin
     r"""Reads the gradient norms of a recorded run.
 
     The format is found by content: trainer states of Hugging Face, JSON, JSON lines, CSV and TSV, Parquet,
-    TensorBoard event files, exports of W&B, and what trainers print; text may be gzipped. Norms stay in the order
-    of the file, also where steps repeat or go backwards, and what is odd is told in `notes`.
+    TensorBoard event files, exports of W&B, and what trainers print; text may be gzipped. Of several processes one is
+    read, and of a resumed run the last attempt at each step. Otherwise norms stay in the order of the file, and what
+    is odd is told in `notes`. Several runs in one file stand one after the other; `runs` of the result divides them.
 
     Args:
       path: a file, or a folder with TensorBoard event files in it or below.
@@ -77,6 +78,8 @@ def _read(path: Path, column: str | None) -> Recording:
 def _start(file: TextIOWrapper) -> str:
     """The first lines, at least two, each whole."""
     start = file.read(HEAD)
+    if start.count("\0") + start.count("\ufffd") > len(start) / 10:
+        raise ValueError("binary data that is neither Parquet nor TensorBoard events")
     while start and len(_lines(start)) < 3 and (line := file.readline()):
         start += line
     return start + file.readline()
@@ -91,8 +94,6 @@ def _reader(start: str) -> Callable[[TextIOWrapper, str | None], Recording]:
     lines = _lines(start)
     if not lines:
         raise ValueError("an empty file")
-    if start.count("\0") + start.count("\ufffd") > len(start) / 10:
-        raise ValueError("binary data that is neither Parquet nor TensorBoard events")
     num_objects = sum(parse_object(line) is not None for line in lines)
     if re.match(r'\s*(\{\s*["}]|\[\s*[{\]])', start) and (
         2 * num_objects < len(lines) or '"log_history"' in lines[0]

@@ -7,6 +7,7 @@ from zclip_jax.replay.readers._columns import Columns
 from zclip_jax.replay.readers._names import (
     ABOVE,
     COUNTER,
+    LAUNCHER,
     epoch_rank,
     is_clipped,
     norm_rank,
@@ -75,7 +76,7 @@ class Rows:
         matter = [
             token
             for token in tokens_of(self.tail.row.rstrip("\r\n"))[0]
-            if self.columns[token.name] is not None
+            if self.columns[token.name] is not None and token.name != LAUNCHER
         ]
         cut = "" if self._cut else self.tail.cut_line(last, matter)
         if cut:

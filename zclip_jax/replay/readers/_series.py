@@ -4,12 +4,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from zclip_jax.replay.readers._choice import Choice, main_steps
+from zclip_jax.replay.readers._choice import MOST, Choice, main_steps
 from zclip_jax.replay.readers._columns import LARGEST_STEP, Column, Columns
 from zclip_jax.replay.readers._names import ABOVE, attempt_rank, run_of, step_rank
 from zclip_jax.replay.readers._notes import count
-
-MOST = 0.8  # of the rows, that a step above them must be there for
 
 
 class Series:

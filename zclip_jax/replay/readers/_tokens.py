@@ -26,22 +26,23 @@ _WORD = rf"(?i:{_NO_WORD})[A-Za-z_][\w/.\-]*+"
 _CALL = r"(?<!norm)(?<!loss)(?<!step)\("  # behind a word that is no name: "grad_norm tensor(0.4)"
 _NAME = rf"(?<![\w/.\-])({_WORD}(?: {_WORD}(?!{_CALL})){{0,5}}+)"
 _ASIDE = r"( ?[(\[](?=[A-Za-z])[A-Za-z][\w /.%-]*[)\]])?"  # "grad norm (pre-clip): 5"
-_BETWEEN = r"""["']?(?:\s*(?:[:=]=?|->|=>)\s*|\s+)[\s"'\[(]*|["'\[(]+[\s:="'\[(]*"""
+_BETWEEN = r"""["']?(?:\s*+(?:[:=]=?|->|=>)\s*+|\s++)[\s"'\[(]*+|["'\[(]++[\s:="'\[(]*+"""
 # From a first digit to where no number can go on; a comma or an apostrophe is in it if a digit follows.
 _NUMBER = (
     r"""[-+\u2212]?(?:\d|\.\d|(?i:nan|inf(?:inity)?)(?![A-Za-z_]))"""
     r"""(?:[^\s|;,()\]}"'<>=→-]|[,'](?=\d)|[\u00a0\u2009\u202f](?=\d{3})|-(?!>))*+"""
 )
-_PAIR = re.compile(rf"{_NAME}{_ASIDE}(?:{_BETWEEN})(?:({WRAPPER}++))?({_NUMBER})")
+_PAIR = re.compile(rf"{_NAME}{_ASIDE}(?:{_BETWEEN})(?:({WRAPPER}{{1,4}}+))?({_NUMBER})")
 _UNREAD = re.compile(rf"""{_NAME}{_ASIDE}["']?\s*[:=]\s*["']?([^\s|,;"']+)""")
 _DICT = re.compile(rf"""{_NAME}["']?\s*[:=]\s*\{{([^{{}}]*)\}}""")
-_PART = re.compile(rf"""["']?([\w./-]+)["']?\s*[:=]\s*["']?(?:{WRAPPER}++)?({_NUMBER})""")
+_PART = re.compile(rf"""["']?([\w./-]+)["']?\s*[:=]\s*["']?(?:{WRAPPER}{{1,4}}+)?({_NUMBER})""")
 _COUNTER = re.compile(r"(?<![\w/.,])(\d+)/\d+ \[|\[\s*(\d+)/\d+(?=[\s\](])")
 # A second number, and what follows it: an end, another number, or a word, which may be its unit or the next name.
 _MORE = re.compile(
-    rf"\s*(?:,|->|=>|→|±|\+/-|\+-|/|;)?\s*({_NUMBER})"
+    rf"\s*+(?:(?:,|->|=>|→|±|\+/-|\+-|/|;)\s*+)?({_NUMBER})"
     rf"(?=(\s*$|\s*[,;|\])(\[]|\s+[-+]?[\d.]|\s*(?:->|→))|\s+([^\s:=]+)\s*([:=\d])?)"
 )
+_APART = re.compile(r"\s*(?:[eE][-+]\d+|[x*\u00b7\u00d7]\s*10\b)")  # "1.2 e-3" is no 1.2
 _LIST = re.compile(rf"\s*,\s*{_NUMBER}")
 # Words before a name that leave it what it is.
 _NEUTRAL = listed(
@@ -88,6 +89,8 @@ def tokens_of(line: str) -> tuple[list[Token], tuple[str, ...]]:
         if norm_rank(name) is not None or is_clipped(name):
             several = _several(line, match.end(), wrapper or line[match.end(1) : match.start(4)], text)
             text = text.partition("/")[0] if several else text
+        if apart := _APART.match(line, match.end()):
+            text += apart[0]
         if text[-1] in ".:/" and parse_number(text) is None:
             text = text.rstrip(".:/")
         found[name] = Token(name, text, start, several)
@@ -116,7 +119,7 @@ def find_unread(line: str) -> Token | None:
 def find_literal(name: str) -> Callable[[str], Token | None]:
     """Finds the number behind a name that was asked for, whatever it looks like."""
     search = re.compile(
-        rf"""(?<![\w/.-]){re.escape(name)}((?:{_BETWEEN})(?:{WRAPPER}++)?)({_NUMBER})"""
+        rf"""(?<![\w/.-]){re.escape(name)}((?:{_BETWEEN})(?:{WRAPPER}{{1,4}}+)?)({_NUMBER})"""
     ).search
 
     def find(line: str) -> Token | None:
