@@ -64,6 +64,8 @@ class Column:
     def extend(self, first_row: int, texts: Sequence[str]) -> None:
         """Appends a number to each of the next rows."""
         try:
+            if self.whole and "e" in "".join(texts).lower():
+                raise ValueError("perhaps rounded")
             self.values.extend(map(float, texts))
         except ValueError:
             del self.values[len(self.rows) :]
@@ -199,10 +201,10 @@ class Columns(dict[str, Column | None]):
         self.num_rows += 1
 
     def extend(self, names: Sequence[str], rows: Sequence[Sequence[str]], kind: tuple[str, ...]) -> None:
-        """Takes rows that all have numbers under these names."""
+        """Takes rows that have something under the same of these names, and "" under the others."""
         for name, texts in zip(names, zip(*rows, strict=True), strict=True):
             column = self[name]
-            if column is not None:
+            if column is not None and texts[0]:
                 column.extend(self.num_rows, texts)
         number = self._kinds.setdefault(kind, len(self._kinds))
         self.kinds.extend([number] * len(rows))

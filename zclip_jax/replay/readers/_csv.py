@@ -10,6 +10,7 @@ from zclip_jax.replay.readers._names import norm_rank
 from zclip_jax.replay.readers._numbers import parse_number
 from zclip_jax.replay.readers._recording import Recording
 
+BLOCK = 1 << 8  # rows that are converted at once
 NO_NAME = frozenset("<>{}=|\x1b")  # what stands in no name of a column, but in bars and what else is printed
 
 
@@ -39,11 +40,22 @@ def read_csv(lines: Iterable[str], column: str | None, delimiter: str) -> Record
     row: list[str] = []
     try:
         header, notes = _names(next(row for row in reader if row), columns)
-        places = [(name, place) for place, name in enumerate(header) if columns[name] is not None]
+        places = [place for place, name in enumerate(header) if columns[name] is not None]
+        names = [header[place] for place in places]
+        block: list[list[str]] = []  # rows with the same cells blank
+        filled: tuple[bool, ...] = ()
         for row in reader:
-            if row:
-                cells = {name: row[place] for name, place in places if place < len(row)}
-                columns.add(cells, tuple(itertools.compress(cells, cells.values())))
+            if not row:
+                continue
+            cells = [row[place] if place < len(row) else "" for place in places]
+            there = tuple(map(bool, cells))
+            if block and (there != filled or len(block) == BLOCK):
+                columns.extend(names, block, tuple(itertools.compress(names, filled)))
+                block = []
+            filled = there
+            block.append(cells)
+        if block:
+            columns.extend(names, block, tuple(itertools.compress(names, filled)))
     except csv.Error as error:
         raise ValueError(f"CSV that is damaged in line {reader.line_num}: {error}") from None
     if unfinished and (len(row) < len(header) or columns[header[-1]] is not None):
