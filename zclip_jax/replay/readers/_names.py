@@ -141,7 +141,7 @@ def epoch_rank(name: str) -> int | None:
 
 def process_rank(name: str) -> int | None:
     """How well a name fits what tells one of several processes, or of several runs, from the others."""
-    return _PROCESSES.get(words_of(name))
+    return _PROCESSES.get(words_of(name))  # a launcher's is called "rank", too
 
 
 def attempt_rank(name: str) -> int | None:

@@ -5,7 +5,7 @@ import re
 import numpy as np
 
 from zclip_jax.replay.readers._columns import Columns, Labels
-from zclip_jax.replay.readers._names import LAUNCHER, process_rank
+from zclip_jax.replay.readers._names import LAUNCHER, process_rank, words_of
 from zclip_jax.replay.readers._notes import count
 
 BALANCED = 0.1  # by how much processes differ in their number of rows
@@ -36,7 +36,7 @@ def one_process(columns: Columns, rows: np.ndarray, steps: np.ndarray | None) ->
         read = values[np.argmin(np.where(sizes == most, first, rows.size))]
         label = next((label for label, code in column.labels.items() if code == read), "none")
         keep[np.flatnonzero(keep)[labels != read]] = False
-        kind = name.strip() if name.strip() in ("rank", "worker", "process", "run", "host") else ""
+        kind = words_of(name) if words_of(name) in ("rank", "worker", "process", "run", "host") else ""
         what = f"{values.size} {kind}s log" if kind else f"{count(values.size, 'value')} of {name} log"
         of = f"{kind or name} {label}"
         notes.append(f"{what} their rows; those of {of} are read")

@@ -7,10 +7,10 @@ from zclip_jax.replay.readers._columns import Columns
 from zclip_jax.replay.readers._names import (
     ABOVE,
     COUNTER,
-    LAUNCHER,
     epoch_rank,
     is_clipped,
     norm_rank,
+    process_rank,
     step_rank,
 )
 from zclip_jax.replay.readers._notes import shorten
@@ -76,7 +76,7 @@ class Rows:
         matter = [
             token
             for token in tokens_of(self.tail.row.rstrip("\r\n"))[0]
-            if self.columns[token.name] is not None and token.name != LAUNCHER
+            if self.columns[token.name] is not None and process_rank(token.name) is None
         ]
         cut = "" if self._cut else self.tail.cut_line(last, matter)
         if cut:
