@@ -4,9 +4,11 @@ import re
 from collections.abc import Sequence
 
 from zclip_jax.replay.readers._columns import Columns
+from zclip_jax.replay.readers._lines import find_process
 from zclip_jax.replay.readers._names import (
     ABOVE,
     COUNTER,
+    LAUNCHER,
     epoch_rank,
     is_clipped,
     norm_rank,
@@ -163,7 +165,7 @@ class Rows:
         return norm_rank(name) is not None or is_clipped(name)
 
     def _above(self, tokens: list[Token]) -> list[Token]:
-        """The step and epoch that lines above tell, where the row itself doesn't."""
+        """The step, epoch and process that lines above tell, where the row itself doesn't."""
         above = []
         if not any(step_rank(token.name) is not None for token in tokens):
             for line in reversed(self.tail.lines):
@@ -177,6 +179,10 @@ class Rows:
                 if steps:
                     above.append(steps[0]._replace(name=ABOVE + steps[0].name))
                     break
+        # A bar that is drawn over keeps what a launcher has put before it for what comes behind.
+        bar = self.tail.lines[-1] if self.tail.lines and self.tail.lines[-1].endswith("\r") else ""
+        if (process := find_process(bar)) and not any(token.name == LAUNCHER for token in tokens):
+            above.append(Token(LAUNCHER, bar[slice(*process)], 0))
         if self._epoch and not any(epoch_rank(token.name) is not None for token in tokens):
             above.append(Token(ABOVE + "epoch", self._epoch, 0))
         return above
