@@ -88,3 +88,12 @@ def test_several_numbers(numbers, line, reads):
 def test_other_numbers_behind(behind, reads):
     content = "".join(f"step {i} | norm {i}.5 {behind}\n" for i in range(3))
     same(reads("several", content), [0.5, 1.5, 2.5], range(3), notes=())
+
+
+@pytest.mark.parametrize("wrapper", ["[{}]", "({})", "tensor({})", "np.float64({})"])
+@pytest.mark.parametrize(("written", "number"), [("nan", NAN), ("inf", math.inf), ("-inf", -math.inf)])
+def test_wrapped_numbers_that_are_not_finite(wrapper, written, number, reads):
+    content = "".join(
+        f"step {i} | norm {wrapper.format(x)} (+nanz)\n" for i, x in enumerate([0.5, written, 0.25])
+    )
+    same(reads("wrapper", content), [0.5, number, 0.25], [0, 1, 2])

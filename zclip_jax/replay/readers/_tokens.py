@@ -25,7 +25,7 @@ _NO_WORD = r"(?!(?:nan|inf|infinity|none|null|true|false)(?![\w/.-]))"
 _WORD = rf"(?i:{_NO_WORD})[A-Za-z_][\w/.\-]*+"
 _CALL = r"(?<!norm)(?<!loss)(?<!step)\("  # behind a word that is no name: "grad_norm tensor(0.4)"
 _NAME = rf"(?<![\w/.\-])({_WORD}(?: {_WORD}(?!{_CALL})){{0,5}}+)"
-_ASIDE = r"( ?[(\[](?=[A-Za-z])[A-Za-z][\w /.%-]*[)\]])?"  # "grad norm (pre-clip): 5"
+_ASIDE = r"( ?[(\[](?!(?i:nan|inf(?:inity)?)[)\]])[A-Za-z][\w /.%-]*[)\]])?"  # "grad norm (pre-clip): 5"
 _BETWEEN = r"""["']?(?:\s*+(?:[:=]=?|->|=>)\s*+|\s++)[\s"'\[(]*+|["'\[(]++[\s:="'\[(]*+"""
 # From a first digit to where no number can go on; a comma or an apostrophe is in it if a digit follows.
 _NUMBER = (
