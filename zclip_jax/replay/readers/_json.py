@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterable
-from typing import Any, TextIO
+from io import TextIOWrapper
+from typing import Any
 
-from zclip_jax.replay.readers._columns import Columns
+from zclip_jax.replay.readers._columns import Columns, flatten
+from zclip_jax.replay.readers._last_stage import make_recording
 from zclip_jax.replay.readers._notes import count, listing, shorten
 from zclip_jax.replay.readers._recording import Recording
 
@@ -24,6 +26,8 @@ SETTINGS = {
     )
 } | {"clip_warmup": "warmup_steps"}
 
+TAGS = ("tag", "metric", "name", "key")  # what a number is called in rows of one
+
 _decode = json.JSONDecoder().raw_decode
 
 
@@ -37,7 +41,7 @@ def parse_object(line: str) -> dict[str, Any] | None:
     return value if type(value) is dict and end == len(line) else None
 
 
-def read_document(file: TextIO, column: str | None) -> Recording:
+def read_document(file: TextIOWrapper, column: str | None) -> Recording:
     """A whole file of JSON: `{"log_history": [row, …]}` or a list of rows."""
     try:
         document = json.load(file)
@@ -54,14 +58,10 @@ def read_document(file: TextIO, column: str | None) -> Recording:
     columns = Columns(column, typed=True)
     objects = [row for row in rows if isinstance(row, dict)]
     for row in objects:
-        columns.add(row)
+        _add(columns, row)
     others = len(rows) - len(objects)
-    return columns.recording(
-        form,
-        [f"{count(others, 'entry is no row and is', 'entries are no rows and are')} left out"]
-        if others
-        else [],
-    )
+    are = count(others, "entry is no row and is", "entries are no rows and are")
+    return make_recording(columns, form, [f"{are} left out"] if others else [])
 
 
 def read_lines(lines: Iterable[str], column: str | None) -> Recording:
@@ -79,11 +79,26 @@ def read_lines(lines: Iterable[str], column: str | None) -> Recording:
             if config.get("clip") == "zclip":
                 settings = {SETTINGS[flag]: value for flag, value in config.items() if flag in SETTINGS}
         else:
-            columns.add(row)
+            _add(columns, row)
     if num_bad and not line.endswith(("\n", "\r")) and parse_object(line) is None:
         num_bad -= 1
         notes.append("the last line is cut off and left out")
     if num_bad:
         are = count(num_bad, "line is no JSON object and is", "lines are no JSON objects and are")
         notes.append(f"{are} left out, first {shorten(first_bad, 40)!r}")
-    return columns.recording("JSON lines", notes, settings)
+    return make_recording(columns, "JSON lines", notes, settings)
+
+
+def _add(columns: Columns, row: dict[str, Any]) -> None:
+    tag = next((row[key] for key in TAGS if isinstance(row.get(key), str)), None) if "value" in row else None
+    if tag is not None:  # a row for each number
+        row = {name: value for name, value in row.items() if name != "value"} | {tag: row["value"]}
+    try:
+        if dict in map(type, row.values()):
+            row = dict(flatten(row))
+        there = (
+            row if None not in row.values() else [name for name, value in row.items() if value is not None]
+        )
+        columns.add(row, tuple(there))
+    except RecursionError:
+        raise ValueError("JSON that is nested too deeply for a log") from None

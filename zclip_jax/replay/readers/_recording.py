@@ -14,7 +14,8 @@ class Recording(NamedTuple):
 
     Args:
       norms: float64 `[n]`, before clipping; NaN and infinite ones are kept.
-      steps: int64 `[n]`, as the log numbers them, repeated and restarting ones included; 0, 1, … where it doesn't.
+      steps: int64 `[n]`, as the log numbers them, repeated and restarting ones included; 0, 1, … in each run where it
+        doesn't.
       loss: float64 `[n]`, NaN where a row has none; None if no row has one.
       format: what the log was recognised as, such as `"Hugging Face trainer state"`.
       column: the name under which it holds the norm: a column, key, tag, or the word in a text log.
@@ -38,20 +39,22 @@ class Recording(NamedTuple):
 
     @property
     def runs(self) -> "tuple[Recording, ...]":
-        """Each run as a `Recording` of its own, with its own cadence and notes."""
+        """Each run as a `Recording` of its own, with its own cadence and its own notes on steps and norms."""
         if len(self.starts) == 1:
             return (self,)
-        ends = (*self.starts[1:], self.norms.size)
-        return tuple(self._part(slice(*rows)) for rows in zip(self.starts, ends, strict=True))
+        return tuple(
+            self._part(start, end)
+            for start, end in zip(self.starts, (*self.starts[1:], self.norms.size), strict=True)
+        )
 
-    def _part(self, rows: slice) -> "Recording":
-        norms, steps = self.norms[rows], self.steps[rows]
+    def _part(self, start: int, end: int) -> "Recording":
+        norms, steps = self.norms[start:end], self.steps[start:end]
         cadence = cadence_of(steps)
         return self._replace(
             norms=norms,
             steps=steps,
-            loss=None if self.loss is None else self.loss[rows],
+            loss=None if self.loss is None else self.loss[start:end],
             cadence=cadence,
-            notes=(*notes_on_steps(steps, cadence), *notes_on_norms(norms, steps)),
+            notes=(*notes_on_steps(steps, cadence), *notes_on_norms(norms, steps, self.column)),
             starts=(0,),
         )
