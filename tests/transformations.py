@@ -208,7 +208,12 @@ def spec(tree):
 
 def bits(tree):
     """Every leaf's bytes, signs of zeros and payloads of NaN included."""
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+    leaves = jax.tree.leaves(tree)
+    keys = [jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key) for x in leaves]
+    return [
+        np.asarray(jax.random.key_data(x) if key else x).tobytes()
+        for x, key in zip(leaves, keys, strict=True)
+    ]
 
 
 def assert_same(got, want):
