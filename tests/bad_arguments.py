@@ -1,4 +1,4 @@
-"""Calls with bad arguments, for a process without checked signatures: `python -m tests.bad_arguments` prints their errors.
+"""Calls with bad arguments, for a process of their own: `python -m tests.bad_arguments` prints their errors.
 
 Under pytest a wrong type is stopped by the checks of signatures, which users do not have.
 """

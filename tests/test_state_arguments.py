@@ -21,7 +21,7 @@ from flax import nnx
 import zclip_jax
 from tests.bad_arguments import CALLS
 from tests.transformations import BY_NAME, GRADS, LOSS, PARAMS, TRANSFORMATIONS, assert_same, each
-from zclip_jax import clip_by_rule, decide, group_names, levelclip, metrics, rules, skip_by_rule, zclip
+from zclip_jax import clip_by_rule, decide, group_names, metrics, rules, skip_by_rule, zclip
 
 QUICK = [t for t in TRANSFORMATIONS if not t.slow]
 
@@ -151,13 +151,11 @@ def norms_by_group(tree, **frame):
     return np.sort(np.atleast_1d(metrics(state)["zclip/grad_norm"]))
 
 
-KEYS = st.sampled_from(
-    ["a", "b", "a/b", "b/a", "a/", "/b", "", "a[0]", "[0]", "value", "a/value", "0", ".a", "a.b"]
-)
+KEYS = st.sampled_from(["a", "b", "a/b", "a/a", "", "0", "a[0]", "value"])
 TREES = st.recursive(
     st.just(0),
     lambda children: st.one_of(
-        st.dictionaries(KEYS | st.integers(0, 1).map(str), children, min_size=1, max_size=3),
+        st.dictionaries(KEYS, children, min_size=1, max_size=3),
         st.lists(children, min_size=1, max_size=2),
     ),
     max_leaves=6,
@@ -170,8 +168,12 @@ def numbered(tree):
     return structure.unflatten([np.float32([[i + 1], [0]]) for i in range(len(leaves))])
 
 
-@hypothesis.settings(max_examples=50, deadline=None)
+@hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(TREES)
+@hypothesis.example({"a/b": 0, "a": {"b": 0}})
+@hypothesis.example({"a[0]": 0, "a": 0})
+@hypothesis.example({"": 0, "value": {"value": 0}})
+@hypothesis.example([0, {"0": 0}, {"0/value": 0}])
 def test_distinct_leaves_are_distinct_groups(tree):
     """Whatever their names: as many groups as leaves, or layers, and names that differ."""
     tree = numbered(tree)
@@ -184,12 +186,9 @@ def test_distinct_leaves_are_distinct_groups(tree):
         assert jax.eval_shape(clip_by_rule(rules.fixed(1.0), **frame).init, tree).num_steps.shape == (groups,)
 
 
-@hypothesis.settings(max_examples=8, deadline=None)
-@hypothesis.given(TREES)
-def test_each_leaf_has_its_own_norm(tree):
-    tree = numbered(tree)
-    count = len(jax.tree.leaves(tree))
-    np.testing.assert_array_equal(norms_by_group(tree, granularity="leaf"), np.arange(1, count + 1))
+def test_each_leaf_has_its_own_norm():
+    tree = numbered({"a/b": 0, "a": {"b": 0, "a[0]": 0}, "": [0, 0], "0": {"": 0}})
+    np.testing.assert_array_equal(norms_by_group(tree, granularity="leaf"), np.arange(1, 7))
 
 
 def test_a_label_is_no_layer_of_another():
