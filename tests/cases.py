@@ -65,8 +65,8 @@ def zscore_oracle(
     return np.array(allowed)
 
 
-def log_zscore_oracle(norms, space, clip_factor, patience):
-    del space, patience
+def log_zscore_oracle(norms, rule):
+    del rule  # the row wraps `zscore(patience=None)`
     alpha, z_max, mean, var, seen, allowed = 0.97, 2.5, 0.0, 0.0, [], []
     for x in np.log(norms):
         if len(seen) < 25:
@@ -75,7 +75,7 @@ def log_zscore_oracle(norms, space, clip_factor, patience):
             allowed.append(np.inf)
             continue
         z = (x - mean) / (np.sqrt(var) + 1e-6)
-        limit = mean + z_max**2 * np.sqrt(var) / z + np.log(clip_factor)
+        limit = mean + z_max**2 * np.sqrt(var) / z
         u = limit if z > z_max else x
         mean = alpha * mean + (1 - alpha) * u
         var = alpha * var + (1 - alpha) * (u - mean) ** 2
@@ -216,9 +216,7 @@ RULES = [
         RuleCase(f"zscore-{','.join(map(str, kw.values())) or 'default'}", rules.zscore, zscore_oracle, kw)
         for kw in ZSCORE_SETTINGS
     ),
-    RuleCase(
-        "zscore-log", rules.zscore, log_zscore_oracle, {"space": "log", "clip_factor": 0.9, "patience": None}
-    ),
+    RuleCase("in_log_space", rules.in_log_space, log_zscore_oracle, {"rule": rules.zscore(patience=None)}),
     RuleCase("fixed", rules.fixed, fixed_oracle, {"max_norm": 1.0}),
     RuleCase("at_most", rules.at_most, at_most_oracle, {"rule": rules.zscore(), "max_norm": 0.9}),
     RuleCase("bounded", rules.bounded, bounded_oracle, {"rule": rules.zscore(), "low": 0.5, "high": 3.0}),

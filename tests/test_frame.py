@@ -1,5 +1,7 @@
 """What holds for rules in general: schedules, long runs, loss scales, updates of Adam, every optimizer."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,17 +9,7 @@ import optax
 import pytest
 from optax import contrib
 
-from zclip_jax import (
-    adagc,
-    autoclip,
-    clip_by_rule,
-    decide,
-    gradient_stabilizer,
-    metrics,
-    rules,
-    unscale,
-    zclip,
-)
+from zclip_jax import clip_by_rule, decide, metrics, rules, unscale, zclip
 
 
 def run(rule, norms):
@@ -95,7 +87,7 @@ def test_window_statistics_do_not_drift():
 
 def test_autoclip_is_autoclip():
     """The percentile of the whole history, this step's norm included."""
-    tx, history = autoclip(p=10.0, window=100), []
+    tx, history = clip_by_rule(rules.percentile(p=10.0, window=100)), []
     state = tx.init(jnp.zeros(1))
     for norm in np.random.default_rng(0).lognormal(0.0, 0.5, 60):
         updates, state = tx.update(jnp.asarray([norm], jnp.float32), state)
@@ -104,7 +96,7 @@ def test_autoclip_is_autoclip():
 
 
 def test_gradient_stabilizer_sets_the_norm():
-    tx = gradient_stabilizer()
+    tx = clip_by_rule(rules.gradient_stabilizer())
     state, moments = tx.init(jnp.zeros(2)), (0.0, 0.0)
     for t, norm in enumerate([1e-3, 2e-3, 1e-3, 0.5, 1e-3], start=1):
         updates, state = tx.update(jnp.asarray([0.6, 0.8]) * norm, state)
@@ -149,7 +141,19 @@ def test_loss_aware_of_a_negative_loss():
     assert float(decide(rule, 1.0, state, value=-1.0)[0].threshold) < 1.0
 
 
-def test_presets_under_inject_hyperparams():
+def autoclip(p=10.0, window=1000):
+    return clip_by_rule(rules.percentile(p, window))
+
+
+def adagc(lam=1.05, decay=0.98, warmup_steps=100):
+    return clip_by_rule(rules.adagc(lam, decay, warmup_steps), granularity="leaf")
+
+
+def gradient_stabilizer(decay1=0.6, decay2=0.999):
+    return clip_by_rule(rules.gradient_stabilizer(decay1, decay2))
+
+
+def test_compositions_under_inject_hyperparams():
     for make, static in ((autoclip, "window"), (gradient_stabilizer, ()), (adagc, ())):
         tx = optax.inject_hyperparams(make, static_args=static)()
         grads = jnp.ones(3)
@@ -176,7 +180,8 @@ def test_presets_under_inject_hyperparams():
             lambda: rules.loss_aware(rules.zscore(), form="linear"),
             "form must be one of 'exponential', 'step'",
         ),
-        (lambda: rules.zscore(space="sqrt"), "space must be one of 'linear', 'log', got 'sqrt'"),
+        (lambda: inspect.unwrap(rules.in_log_space)(rules.zscore), "rule must be a Rule such as"),
+        (lambda: inspect.unwrap(rules.at_most)(rules.zscore, 1.0), "rule must be a Rule such as"),
     ],
 )
 def test_bad_arguments(make, message):
@@ -187,10 +192,11 @@ def test_bad_arguments(make, message):
 def test_log_space_fires_less_on_a_heavy_tail():
     """Log-normal norms are Gaussian in log space, so as few fire as of Gaussian norms."""
     norms = np.random.default_rng(0).lognormal(0.0, 0.6, 20_000)
-    rates = {
-        space: float(np.mean(run(rules.zscore(space=space), norms)[0].fired)) for space in ("linear", "log")
-    }
-    assert rates["log"] < 0.02 < 0.05 < rates["linear"]
+    linear, log = (
+        float(np.mean(run(rule, norms)[0].fired))
+        for rule in (rules.zscore(), rules.in_log_space(rules.zscore()))
+    )
+    assert log < 0.02 < 0.05 < linear
 
 
 def test_unscale():

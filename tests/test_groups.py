@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from zclip_jax import adagc, clip_by_rule, group_names, metrics, rules, zclip
+from zclip_jax import clip_by_rule, group_names, metrics, rules, zclip
 
 pytestmark = pytest.mark.usefixtures("strict")
 
@@ -119,7 +119,7 @@ def test_a_nan_stays_in_its_group():
 
 def test_adagc_against_its_equations():
     """Per tensor, with the cap on the global norm during the warm-up."""
-    tx = adagc(warmup_steps=4, lam=1.05, decay=0.9)
+    tx = clip_by_rule(rules.adagc(warmup_steps=4, lam=1.05, decay=0.9), granularity="leaf")
     trees = [random_tree(seed, 0.2 if seed else 3.0) for seed in range(8)]
     state = tx.init(trees[0])
     gamma = np.full(5, np.inf)
@@ -203,13 +203,21 @@ def test_another_tree_than_at_init():
         ValueError, match=r"the updates have 2 groups, but the state was made for shape \(1,\)"
     ):
         tx.update({"a": jnp.ones(2), "b": jnp.ones(2)}, state)
-    with pytest.raises(ValueError, match="prior_norms needs granularity 'global', got 'leaf'"):
+    with pytest.raises(
+        ValueError, match=r"prior_norms must be \[steps, groups\] with granularity 'leaf', got .*\(1,\)"
+    ):
         clip_by_rule(rules.fixed(1.0), granularity="leaf", prior_norms=[1.0])
+    with pytest.raises(
+        ValueError, match=r"prior_norms must have shape \[steps, 1\], for the groups a; got \(5, 2\)"
+    ):
+        clip_by_rule(rules.fixed(1.0), granularity="leaf", prior_norms=np.ones((5, 2))).init(
+            {"a": jnp.ones(2)}
+        )
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_fault_in_one_tensor_does_not_reach_the_others_through_the_global_norm(bad):
-    tx = adagc(warmup_steps=3)
+    tx = clip_by_rule(rules.adagc(warmup_steps=3), granularity="leaf")
     clean = {"a": jnp.full(4, 0.1), "b": jnp.full(4, 0.1)}
     state = tx.init(clean)
     updates, state = tx.update({"a": jnp.full(4, 50.0), "b": jnp.full(4, bad)}, state)
@@ -227,8 +235,8 @@ def test_no_groups_at_all():
     assert state.num_steps.shape == (0,)
 
 
-def test_zclip_takes_granularity_and_space():
-    tx = zclip(space="log", granularity="leaf", max_grad_norm=1.0)
+def test_zclip_takes_granularity():
+    tx = zclip(granularity="leaf", max_grad_norm=1.0)
     tree = random_tree(0)
     updates, _ = tx.update(tree, tx.init(tree))
     assert max(norms(updates)[:-1]) <= 1.0 + 1e-6

@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import zclip_jax
+import zclip_jax.replay
 
 ROOT = Path(zclip_jax.__file__).parent
 
@@ -11,19 +12,26 @@ ROOT = Path(zclip_jax.__file__).parent
 ALLOWED = {
     "_typing": (set(), {"jax", "chex", "jaxtyping", "numpy"}),
     "_extras": (set(), set()),
-    "_rule": ({"_typing"}, {"jax", "numpy"}),
-    "_norm": ({"_typing", "_rule"}, {"jax", "numpy"}),
+    "_numerics": (set(), {"jax", "numpy"}),
+    "_checks": ({"_numerics"}, {"jax", "numpy"}),
+    "_rule": ({"_typing", "_numerics"}, {"jax"}),
+    "_norm": ({"_typing", "_numerics"}, {"jax", "numpy"}),
     "_groups": ({"_typing", "_norm"}, {"jax", "numpy"}),
     "_loss_scale": ({"_typing", "_norm"}, {"jax"}),
-    "rules": ({"_typing", "_rule", "rules"}, {"jax"}),
-    "_clip": ({"_typing", "_rule", "_norm", "_groups", "_flax"}, {"jax", "numpy", "optax"}),
+    "rules": ({"_typing", "_numerics", "_checks", "_rule", "rules"}, {"jax"}),
     "_flax": (set(), {"jax"}),
-    "_skip": ({"_typing", "_rule", "_norm", "_flax", "_clip"}, {"jax", "optax"}),
-    "_transplant": ({"_typing", "_clip"}, {"jax"}),
-    "_presets": ({"_rule", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
-    "_metrics": ({"_rule", "_clip", "_skip"}, {"jax"}),
+    "_state": ({"_typing", "_numerics", "_rule", "_flax"}, {"jax"}),
+    "_frame": ({"_typing", "_numerics", "_rule", "_norm", "_groups", "_state"}, {"jax", "numpy"}),
+    "_clip": ({"_typing", "_checks", "_rule", "_norm", "_groups", "_state", "_frame"}, {"jax", "optax"}),
+    "_skip": (
+        {"_typing", "_numerics", "_checks", "_rule", "_norm", "_groups", "_flax", "_state", "_frame"},
+        {"jax", "optax"},
+    ),
+    "_transplant": ({"_typing", "_state"}, {"jax"}),
+    "_presets": ({"_checks", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
+    "_metrics": ({"_rule", "_state", "_skip"}, {"jax"}),
     # Packages of the extra `replay` come through `_extras`.
-    "replay": ({"_typing", "_rule", "_extras", "rules", "replay"}, {"jax", "numpy"}),
+    "replay": ({"_typing", "_numerics", "_checks", "_rule", "_extras", "rules", "replay"}, {"jax", "numpy"}),
     "cli": ({"replay"}, {"jax", "numpy"}),
     "__init__": (
         {
@@ -34,8 +42,8 @@ ALLOWED = {
             "_metrics",
             "_presets",
             "_skip",
+            "_state",
             "_transplant",
-            "replay",
             "rules",
         },
         set(),
@@ -48,7 +56,6 @@ STANDARD = {
     "bisect",
     "collections",
     "contextlib",
-    "copyreg",
     "csv",
     "dataclasses",
     "functools",
@@ -65,6 +72,7 @@ STANDARD = {
     "sys",
     "types",
     "typing",
+    "warnings",
     "zlib",
 }
 

@@ -16,7 +16,7 @@ PARAMS = {"a": jnp.zeros(2), "b": jnp.zeros(())}
 GRADS = {"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray(4.0)}
 
 NAMES = {
-    "grad_norm", "threshold", "z_score", "clip_scale", "mean", "std", "fired", "bound", "capped",
+    "grad_norm", "threshold", "trigger", "z_score", "clip_scale", "mean", "std", "fired", "bound", "capped",
     "nonfinite", "num_steps", "num_fired", "num_bound", "num_capped", "num_nonfinite", "spike_run",
     "longest_spike_run", "fired_rate", "bound_rate", "capped_rate",
 }  # fmt: skip
@@ -91,8 +91,8 @@ def spike_thresholds(norms):
 def test_a_fresh_state_reads_as_zeros():
     logged = metrics(zclip().init(PARAMS))
     assert float(logged["zclip/clip_scale"]) == 1.0
-    assert float(logged["zclip/threshold"]) == np.inf
-    rest = set(logged) - {"zclip/clip_scale", "zclip/threshold"}
+    assert float(logged["zclip/threshold"]) == float(logged["zclip/trigger"]) == np.inf
+    rest = set(logged) - {"zclip/clip_scale", "zclip/threshold", "zclip/trigger"}
     assert not any(float(logged[key]) for key in rest)
 
 

@@ -1,7 +1,5 @@
 """`replay`: recorded norms through the function that training runs."""
 
-import pickle
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,11 +107,6 @@ def test_what_a_rule_closes_over_is_read_anew():
     limit = 50.0
     fired.append(int(sweep(make, [1.0, 10.0], max_norm=[9.0])[1].summary["num_fired"][0]))
     assert fired == [1, 0]
-
-
-def test_the_package_can_be_called():
-    assert zclip_jax.replay(rules.fixed(1.0), [2.0]).summary["num_fired"] == 1
-    assert pickle.loads(pickle.dumps(zclip_jax.replay)) is zclip_jax.replay
 
 
 def test_the_final_state_is_that_of_prior_norms():

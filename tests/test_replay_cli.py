@@ -120,7 +120,7 @@ def test_replay_as_json(run_json, log):
     told = run_json("replay", log, "--sweep", "z_thresh=2,3.5", "alpha=0.9")
     assert list(told) == ["log", "rules", "flags", "sweep"]
     check_report(told)
-    assert names(told) == ["zclip", "fixed:max_norm=1", "autoclip"]
+    assert names(told) == ["zclip", "fixed:max_norm=1", "percentile"]
     assert all(list(row) == SETTING for row in told["sweep"])
     settings = [{"z_thresh": 2, "alpha": 0.9}, {"z_thresh": 3.5, "alpha": 0.9}]
     assert [row["settings"] for row in told["sweep"]] == settings
@@ -147,13 +147,13 @@ def test_tables(run, log):
 @pytest.mark.parametrize(
     ("rule", "compare", "shown"),
     [
-        ("autoclip", ["zclip", "autoclip", "zclip"], ["autoclip", "zclip", "fixed:max_norm=1"]),
-        ("zclip", ["level", "ema"], ["zclip", "level", "ema", "fixed:max_norm=1", "autoclip"]),
-        ("zclip", ["zclip:alpha=0.97"], ["zclip", "fixed:max_norm=1", "autoclip"]),
-        ("fixed:max_norm=1.0", [], ["fixed:max_norm=1.0", "autoclip"]),
-        ("zclip:alpha=0.97", ["zclip"], ["zclip:alpha=0.97", "fixed:max_norm=1", "autoclip"]),
-        ("zclip", ["autoclip:p=10.0"], ["zclip", "autoclip:p=10.0", "fixed:max_norm=1"]),
-        ("zclip", ["zclip:alpha=0.96"], ["zclip", "zclip:alpha=0.96", "fixed:max_norm=1", "autoclip"]),
+        ("percentile", ["zclip", "percentile", "zclip"], ["percentile", "zclip", "fixed:max_norm=1"]),
+        ("zclip", ["level", "ema"], ["zclip", "level", "ema", "fixed:max_norm=1", "percentile"]),
+        ("zclip", ["zclip:alpha=0.97"], ["zclip", "fixed:max_norm=1", "percentile"]),
+        ("fixed:max_norm=1.0", [], ["fixed:max_norm=1.0", "percentile"]),
+        ("zclip:alpha=0.97", ["zclip"], ["zclip:alpha=0.97", "fixed:max_norm=1", "percentile"]),
+        ("zclip", ["percentile:p=10.0"], ["zclip", "percentile:p=10.0", "fixed:max_norm=1"]),
+        ("zclip", ["zclip:alpha=0.96"], ["zclip", "zclip:alpha=0.96", "fixed:max_norm=1", "percentile"]),
     ],
 )
 def test_rules_to_compare_are_there_once(run_json, log, rule, compare, shown):

@@ -25,7 +25,6 @@ NAN, INF = math.nan, math.inf
 NAMES = [
     "zclip",
     "levelclip",
-    "autoclip",
     "adagc",
     "ema",
     "fixed",
@@ -124,7 +123,7 @@ def test_defaults_are_those_of_the_rule_and_of_the_preset(name):
             ),
         ),
         ("levelclip", lambda: rules.at_most(rules.level(), 1.0)),
-        ("autoclip:p=50,window=20", lambda: rules.percentile(50, 20)),
+        ("percentile:p=50,window=20", lambda: rules.percentile(50, 20)),
         ("fixed:max_norm=1.2", lambda: rules.fixed(1.2)),
         # As `zscore(warmup_steps=10.0)` itself takes it.
         ("zscore:warmup_steps=10.0", lambda: rules.zscore(warmup_steps=10)),
@@ -812,7 +811,7 @@ def test_norms_that_nothing_can_be_chosen_on(norms, message):
 # The tables
 
 
-DEFAULT = ("zclip", "fixed:max_norm=1", "autoclip:window=50")
+DEFAULT = ("zclip", "fixed:max_norm=1", "percentile:window=50")
 
 
 @pytest.fixture(scope="module")

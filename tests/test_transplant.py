@@ -118,7 +118,7 @@ def test_a_clip_state_goes_to_the_same_rule_not_to_the_first():
 
 def test_logarithms_are_not_taken_for_norms():
     old = after(clip_by_rule(rules.zscore()))
-    fresh = clip_by_rule(rules.zscore(space="log")).init(PARAMS)
+    fresh = clip_by_rule(rules.in_log_space(rules.zscore())).init(PARAMS)
     state, report = transplant(old, fresh)
     assert_same(state.rule_state, fresh.rule_state)
     assert "only its totals" in report.fresh[0]

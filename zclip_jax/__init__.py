@@ -3,14 +3,15 @@
 tx = optax.chain(zclip(), optax.adamw(3e-4))
 """
 
-from zclip_jax import replay, rules
-from zclip_jax._clip import ClipState, clip_by_rule
+from zclip_jax import rules
+from zclip_jax._clip import clip_by_rule
 from zclip_jax._groups import group_names
 from zclip_jax._loss_scale import unscale
 from zclip_jax._metrics import metrics
-from zclip_jax._presets import adagc, autoclip, gradient_stabilizer, levelclip, zclip
+from zclip_jax._presets import levelclip, zclip
 from zclip_jax._rule import Decision, Outcome, Rule, decide
 from zclip_jax._skip import SkipState, skip_by_rule
+from zclip_jax._state import ClipState
 from zclip_jax._transplant import TransplantReport, transplant
 
 __version__ = "0.1.0"
@@ -22,15 +23,11 @@ __all__ = [
     "Rule",
     "SkipState",
     "TransplantReport",
-    "adagc",
-    "autoclip",
     "clip_by_rule",
     "decide",
-    "gradient_stabilizer",
     "group_names",
     "levelclip",
     "metrics",
-    "replay",
     "rules",
     "skip_by_rule",
     "transplant",

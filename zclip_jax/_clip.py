@@ -4,53 +4,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from zclip_jax._flax import register_with_flax
-from zclip_jax._groups import Granularity, Groups, Stacked, check_granularity, find_groups
-from zclip_jax._norm import AxisNames, accumulator_dtype, global_norm, is_gradient, square_sums
-from zclip_jax._rule import (
-    Outcome,
-    Rule,
-    as_float,
-    check_choice,
-    check_rule,
-    decide,
-    decide_all,
-    init_state,
-    safe_sqrt,
-)
-from zclip_jax._typing import IntEach, PyTree, dataclass
+from zclip_jax._checks import check_choice, check_flag
+from zclip_jax._frame import make_frame
+from zclip_jax._groups import Granularity, Slot, Stacked
+from zclip_jax._norm import AxisNames, accumulator_dtype
+from zclip_jax._rule import Outcome, Rule
+from zclip_jax._state import ClipState, check_state
+from zclip_jax._typing import PyTree
 
 NONFINITE = ("zero", "propagate")
-
-
-@dataclass(frozen=True)
-class ClipState:
-    """State of `clip_by_rule`; read it with `zclip_jax.metrics`.
-
-    Args:
-      rule_state: the rule's own state.
-      last: the `Outcome` of the last step; before the first, zeros, with `clip_scale` 1 and `threshold` inf.
-      num_steps: int32, calls of `update` so far, non-finite ones included.
-      num_fired: int32, steps that the rule called spikes.
-      num_bound: int32, steps that the rule scaled down.
-      num_capped: int32, steps that the cap scaled down further.
-      num_nonfinite: int32, steps whose norm was NaN or infinite.
-      spike_run: int32, consecutive spikes up to now; a non-finite or zero norm neither extends nor ends it.
-      longest_spike_run: int32, the longest such run so far.
-    """
-
-    rule_state: PyTree
-    last: Outcome
-    num_steps: IntEach
-    num_fired: IntEach
-    num_bound: IntEach
-    num_capped: IntEach
-    num_nonfinite: IntEach
-    spike_run: IntEach
-    longest_spike_run: IntEach
 
 
 def clip_by_rule(
@@ -71,8 +35,9 @@ def clip_by_rule(
 
     Args:
       rule: decides from the global norm; see `zclip_jax.rules`.
-      prior_norms: 1-D, norms recorded in an earlier run, oldest first. The rule absorbs them at `init`,
-        so that a run starts with warm statistics. They are not counted as steps.
+      prior_norms: norms recorded in an earlier run, oldest first, `[steps]`; `[steps, groups]` where there are
+        several groups. The rule absorbs them at `init`, so that a run starts with warm statistics. They are not
+        counted as steps.
       granularity: what has a norm, statistics and a decision of its own: `"global"`, all leaves together;
         `"leaf"`, each leaf; or a function of a leaf's key path that returns the label of its group. State and
         metrics are then arrays `[groups]`, in the order of `group_names`. A group without gradients (an expert
@@ -109,151 +74,43 @@ def clip_by_rule(
       (Array([0.6..., 0.8...], dtype=float32), Array(7, dtype=int32, weak_type=True))
     """
     check_choice("nonfinite", nonfinite, NONFINITE)
-    check_granularity(granularity, stacked)
-    check_rule(rule)
-    check_split(axis_name, split)
-    if prior_norms is not None and np.ndim(prior_norms) != 1:
-        raise ValueError(
-            f"prior_norms must be one-dimensional, got an array of shape {np.shape(prior_norms)}"
-        )
-    if prior_norms is not None and granularity != "global":
-        raise ValueError(f"prior_norms needs granularity 'global', got {granularity!r}")
-
-    def init(params: PyTree) -> PyTree:
-        state = init_clip_state(rule, prior_norms)
-        groups = find_groups(params, granularity, stacked)
-        if groups is None:
-            return state
-        return jax.tree.map(lambda x: jnp.repeat(x[None], len(groups.names), axis=0), state)
+    check_flag("observe_only", observe_only)
+    frame = make_frame(rule, prior_norms, granularity, stacked, axis_name, split)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         del params
         check_state(state, ClipState)
-        groups = find_groups(updates, granularity, stacked)
-        if groups is None:
-            norm = global_norm(updates, axis_name, split)
-            outcome, rule_state = decide(rule, norm, state.rule_state, global_norm=norm, **extra_args)
-            slots = None
-        else:
-            check_num_groups(state, groups)
-            slots = groups.slots
-            squares = square_sums(updates, axis_name, split, slots, len(groups.names))
-            # Of the groups that have one: a fault in one of them is no reason to scale the others.
-            whole = safe_sqrt(jnp.sum(jnp.where(jnp.isfinite(squares), squares, 0.0)))
-            outcome, rule_state = jax.vmap(
-                lambda norm, state: decide(rule, norm, state, global_norm=whole, **extra_args)
-            )(safe_sqrt(squares), state.rule_state)
+        outcome, groups, state = frame.decide(updates, state, **extra_args)
         if not observe_only:
-            updates = _scale(updates, outcome, nonfinite, slots)
-        return updates, count(state, outcome, rule_state)
+            updates = _scale(updates, outcome, nonfinite, groups.slots)
+        return updates, state
 
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-TOTALS = (
-    "num_steps",
-    "num_fired",
-    "num_bound",
-    "num_capped",
-    "num_nonfinite",
-    "spike_run",
-    "longest_spike_run",
-)
+    return optax.GradientTransformationExtraArgs(frame.init, update)
 
 
-def check_split(axis_name: AxisNames, split: Any) -> None:
-    """Raises ValueError for a `split` of no axes."""
-    if split is not None and axis_name is None:
-        raise ValueError(f"split needs axis_name, the axes that it speaks of; got split={split!r} alone")
-
-
-def check_state(state: Any, kind: type) -> None:
-    """Raises ValueError for the state of another transformation than the one whose state is a `kind`."""
-    if not isinstance(state, kind):
-        raise ValueError(
-            f"the state of this transformation must be a {kind.__name__}, got a {type(state).__name__}: was the "
-            "optimizer state made by another chain?"
-        )
-
-
-def check_num_groups(state: ClipState, groups: Groups) -> None:
-    """Raises ValueError for a state of another number of groups."""
-    found = jnp.shape(state.num_steps)
-    if found != (len(groups.names),):
-        raise ValueError(
-            f"the updates have {len(groups.names)} groups, but the state was made for shape {found}: init and "
-            "update must see trees of the same structure"
-        )
-
-
-def init_clip_state(rule: Rule, prior_norms: Any = None) -> ClipState:
-    """The state before the first step, with `prior_norms` absorbed."""
-    if prior_norms is None:
-        rule_state = init_state(rule)
-    else:
-        _, rule_state = decide_all(rule, as_float(prior_norms))
-    state = ClipState(
-        rule_state=rule_state,
-        last=Outcome(
-            **{name: _zero(jnp.result_type(float)) for name in ("grad_norm", "z_score", "mean", "std")},
-            **{name: _zero(jnp.bool_) for name in ("fired", "bound", "capped", "nonfinite")},
-            clip_scale=as_float(jnp.ones(())),
-            threshold=as_float(jnp.full((), jnp.inf)),
-        ),
-        **{name: _zero(jnp.int32) for name in TOTALS},
-    )
-    register_with_flax(state)
-    return state
-
-
-def _zero(dtype):
-    # A computation of its own each time: a donated state must not share buffers between its leaves.
-    return jnp.zeros((), dtype)
-
-
-def _scale(updates, outcome, nonfinite, slots):
+def _scale(updates: PyTree, outcome: Outcome, nonfinite: str, slots: tuple[Slot | None, ...]) -> PyTree:
+    """The updates times the scale of their groups; of bad groups zeros, or the updates as they are."""
+    bad = outcome.nonfinite
+    scale = jnp.where(bad, 1.0, outcome.clip_scale)
     leaves, structure = jax.tree.flatten(updates)
-    places = [None] * len(leaves) if slots is None else slots
     scaled = [
-        _scale_leaf(x, outcome.clip_scale, outcome.nonfinite, nonfinite, place)
-        for x, place in zip(leaves, places, strict=True)
+        x if slot is None else _scale_leaf(jnp.asarray(x), scale[slot], bad[slot], nonfinite)
+        for x, slot in zip(leaves, slots, strict=True)
     ]
     return structure.unflatten(scaled)
 
 
-def _scale_leaf(x, clip_scale, is_nonfinite, nonfinite, place):
-    if not is_gradient(x):
-        return x
-    x = jnp.asarray(x)
-    if place is not None:
-        # One factor for the leaf, or one for each entry along its leading axis.
-        shape = place.shape + (1,) * (x.ndim - place.ndim if place.ndim else 0)
-        clip_scale, is_nonfinite = clip_scale[place].reshape(shape), is_nonfinite[place].reshape(shape)
+def _scale_leaf(x: jax.Array, scale: jax.Array, bad: jax.Array, nonfinite: str) -> jax.Array:
+    if scale.ndim:  # one for each entry along the leading axis
+        scale, bad = (jnp.expand_dims(each, tuple(range(1, x.ndim))) for each in (scale, bad))
     # Multiplying in float32 keeps the scale's digits for bf16 and its range for fp16; XLA fuses the casts.
     dtype = accumulator_dtype(x)
-    scale = jnp.where(is_nonfinite, 1.0, clip_scale).astype(dtype)
+    scale = scale.astype(dtype)
     if jnp.iscomplexobj(x):
         scaled = jax.lax.complex(x.real * scale, x.imag * scale)
     else:
         scaled = (x.astype(dtype) * scale).astype(x.dtype)
     # Selection, since NaN * 0 and inf * 0 are NaN.
-    return jnp.where(is_nonfinite, jnp.zeros_like(x) if nonfinite == "zero" else x, scaled)
-
-
-def count(state: ClipState, outcome: Outcome, rule_state: PyTree) -> ClipState:
-    """The state after a step with this outcome."""
-    absorbed = ~outcome.nonfinite & (outcome.grad_norm > 0)
-    spike_run = jnp.where(absorbed, jnp.where(outcome.fired, state.spike_run + 1, 0), state.spike_run)
-    return ClipState(
-        rule_state=rule_state,
-        last=jax.tree.map(lambda new, old: new.astype(old.dtype), outcome, state.last),
-        num_steps=state.num_steps + 1,
-        num_fired=state.num_fired + outcome.fired.astype(jnp.int32),
-        num_bound=state.num_bound + outcome.bound.astype(jnp.int32),
-        num_capped=state.num_capped + outcome.capped.astype(jnp.int32),
-        num_nonfinite=state.num_nonfinite + outcome.nonfinite.astype(jnp.int32),
-        spike_run=spike_run,
-        longest_spike_run=jnp.maximum(state.longest_spike_run, spike_run),
-    )
+    return jnp.where(bad, jnp.zeros_like(x) if nonfinite == "zero" else x, scaled)

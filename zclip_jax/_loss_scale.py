@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._norm import is_gradient
+from zclip_jax._norm import accumulator_dtype, is_gradient
 from zclip_jax._typing import PyTree
 
 
@@ -34,8 +34,10 @@ def unscale(grads: PyTree, loss_scale: Any) -> PyTree:
     def divide(x):
         if not is_gradient(x):
             return x
-        wide = jnp.promote_types(jnp.result_type(x), jnp.float32)
-        scale = jnp.asarray(loss_scale, jnp.finfo(wide).dtype)
-        return jnp.asarray(x).astype(wide) / scale
+        x, dtype = jnp.asarray(x), accumulator_dtype(x)
+        scale = jnp.asarray(loss_scale, dtype)
+        if jnp.iscomplexobj(x):
+            return jax.lax.complex(x.real / scale, x.imag / scale)
+        return x.astype(dtype) / scale
 
     return jax.tree.map(divide, grads)

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._clip import TOTALS, ClipState
 from zclip_jax._rule import Outcome
 from zclip_jax._skip import SkipState
+from zclip_jax._state import TOTALS, ClipState
 
 CLIP = {field.name for field in dataclasses.fields(ClipState)}
 SKIP = {field.name for field in dataclasses.fields(SkipState)}
@@ -101,7 +101,11 @@ def _read(state, prefix):
     values |= {name: state[name] for name in TOTALS}
     # An nnx.Optimizer wraps each array into a variable, itself a pytree of one leaf.
     values = {name: jax.tree.leaves(x)[0] for name, x in values.items()}
-    steps = jnp.maximum(values["num_steps"], 1)
-    for name in RATES:
-        values[f"{name}_rate"] = values[f"num_{name}"] / steps
+    rates = _rates(values["num_steps"], {name: values[f"num_{name}"] for name in RATES})
+    values |= {f"{name}_rate": rate for name, rate in rates.items()}
     return {f"{prefix}/{name}": x for name, x in values.items()}
+
+
+@jax.jit  # whose constants are on the device already: a transfer of them may be forbidden
+def _rates(num_steps, totals):
+    return {name: total / jnp.maximum(num_steps, 1) for name, total in totals.items()}

@@ -14,10 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from zclip_jax._rule import safe_sqrt
+from zclip_jax._numerics import safe_sqrt
 from zclip_jax._typing import FloatScalar, PyTree
 
 AxisNames = str | tuple[str, ...] | None
+
+reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard
+
+
+def check_split(axis_name: Any, split: Any) -> None:
+    """Raises ValueError for an `axis_name` that names no axes, or a `split` of no axes."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if axis_name is not None and not all(isinstance(name, str) for name in names):
+        raise ValueError(f"axis_name must be a string, a tuple of strings or None, got {axis_name!r}")
+    if split is not None and axis_name is None:
+        raise ValueError(f"split needs axis_name, the axes that it speaks of; got split={split!r} alone")
 
 
 def is_gradient(x: jax.typing.ArrayLike) -> bool:
@@ -49,25 +60,18 @@ def global_norm(tree: PyTree, axis_name: AxisNames = None, split: Any = None) ->
     Raises:
       ValueError: an axis is not bound here, `split` does not match `tree`, or a leaf is unreduced.
     """
-    return safe_sqrt(square_sums(tree, axis_name, split))
+    slots = tuple(() if is_gradient(x) else None for x in jax.tree.leaves(tree))
+    return safe_sqrt(square_sums(tree, slots, (), axis_name, split))
 
 
 def square_sums(
     tree: PyTree,
+    slots: tuple[Any, ...],
+    shape: tuple[int, ...],
     axis_name: AxisNames = None,
     split: Any = None,
-    slots: tuple[np.ndarray | None, ...] | None = None,
-    num_groups: int = 1,
 ) -> jax.Array:
-    """The square of `global_norm`; with `slots` the squares of each group's, `[num_groups]`.
-
-    Args:
-      tree: see `global_norm`.
-      axis_name: see `global_norm`.
-      split: see `global_norm`.
-      slots: for each leaf the place of its group, or of its layers' groups; see `_groups.Groups`.
-      num_groups: the number of groups.
-    """
+    """The squares of the norms of groups of leaves, of that shape; see `_groups.Groups` for `slots` and `shape`."""
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name or ())
     for axis in axes:
         if not _is_bound(axis):
@@ -77,17 +81,15 @@ def square_sums(
             )
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     given = _split_axes(split, tree, axes)
-    places = [None] * len(leaves) if slots is None else slots
     # Together by the axes they are split over, so that what follows does not grow with the number of leaves.
-    parts: dict[frozenset[str], list[tuple[jax.Array, np.ndarray | None]]] = {}
-    for (path, x), over, place in zip(leaves, given, places, strict=True):
-        if not is_gradient(x):
+    parts: dict[frozenset[str], list[tuple[jax.Array, Any]]] = {}
+    for (path, x), over, slot in zip(leaves, given, slots, strict=True):
+        if slot is None:
             continue
         _check_reduced(path, x)
         over = _varying(x) if over is None else over
-        layers = place is not None and place.ndim == 1
-        parts.setdefault(over, []).append((_square_sum(x, layers), place))
-    sums = {over: _gather(items, None if slots is None else num_groups) for over, items in parts.items()}
+        parts.setdefault(over, []).append((_square_sum(x, layers=isinstance(slot, np.ndarray)), slot))
+    sums = {over: _gather(items, shape) for over, items in parts.items()}
 
     summed_over = frozenset().union(*sums, *map(_varying, sums.values()))
     total = None
@@ -95,7 +97,7 @@ def square_sums(
         copies = math.prod(jax.lax.axis_size(axis) for axis in summed_over - over)
         total = square_sum / copies if total is None else _add(total, square_sum / copies)
     if total is None:
-        return jnp.zeros(() if slots is None else num_groups, jnp.float32)
+        return jnp.zeros(shape, jnp.float32)
     if summed_over:
         total = jax.lax.psum(_cast_to_varying(total, summed_over), tuple(sorted(summed_over)))
     return total
@@ -107,17 +109,27 @@ def _square_sum(x: jax.typing.ArrayLike, layers: bool) -> jax.Array:
     dtype = accumulator_dtype(x)
     parts = (x.real, x.imag) if jnp.iscomplexobj(x) else (x,)
     squares = [jnp.square(part.astype(dtype)) for part in parts]
-    return jnp.sum(sum(squares[1:], squares[0]), axis=tuple(range(1 if layers else 0, x.ndim)))
+    return _whole(jnp.sum(sum(squares[1:], squares[0]), axis=tuple(range(1 if layers else 0, x.ndim))))
 
 
-def _gather(items: list[tuple[jax.Array, np.ndarray | None]], num_groups: int | None) -> jax.Array:
-    """The sum of all sums, or the sum for each group."""
-    if num_groups is None:
+def _whole(x: jax.Array) -> jax.Array:
+    """`x` whole on each device, where its type says that a mesh with explicit axes splits it."""
+    spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", ())
+    if all(axes is None for axes in spec):
+        return x
+    return reshard(x, PartitionSpec(*(None,) * x.ndim))
+
+
+def _gather(items: list[tuple[jax.Array, Any]], shape: tuple[int, ...]) -> jax.Array:
+    """The sums of each group, of that shape."""
+    if not shape:
         return functools.reduce(_add, (square_sum for square_sum, _ in items))
     widest = max((square_sum.dtype for square_sum, _ in items), key=lambda dtype: dtype.itemsize)
     values = jnp.concatenate([jnp.atleast_1d(square_sum).astype(widest) for square_sum, _ in items])
-    places = np.concatenate([np.atleast_1d(place) for _, place in items if place is not None])
-    return jnp.zeros(num_groups, widest).at[places].add(values)
+    places = np.concatenate([np.atleast_1d(slot) for _, slot in items])
+    if np.array_equal(places, np.arange(*shape)):  # as they come, with nothing to add up
+        return values
+    return jnp.zeros(shape, widest).at[places].add(values)
 
 
 def _add(a: jax.Array, b: jax.Array) -> jax.Array:

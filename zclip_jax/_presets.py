@@ -1,14 +1,17 @@
-"""The transformations under their names: each one line of composition."""
+"""The transformations under their names: each a rule below a cap."""
 
+import warnings
 from typing import Any
 
 import optax
 
 from zclip_jax import rules
+from zclip_jax._checks import check_cap
 from zclip_jax._clip import clip_by_rule
 from zclip_jax._groups import Granularity, Stacked
 from zclip_jax._norm import AxisNames
-from zclip_jax._rule import check_cap
+
+SHORT_MEMORY = 0.8
 
 
 def zclip(
@@ -24,7 +27,6 @@ def zclip(
     patience: Any = 25,
     robust_warmup: bool = False,
     min_rel_std: Any = 0.0,
-    space: str = "linear",
     prior_norms: Any = None,
     granularity: Granularity = "global",
     stacked: Stacked = None,
@@ -37,8 +39,11 @@ def zclip(
 
     The composition `clip_by_rule(rules.at_most(rules.zscore(...), max_grad_norm), ...)`. With no arguments
     it takes the decisions of the published PyTorch implementation, step for step, except where that one
-    fails: NaN and infinite norms leave the statistics alone, and after `patience` consecutive spikes the
+    fails: NaN, infinite and zero norms leave the statistics alone, and after `patience` consecutive spikes the
     new level is learned.
+
+    The first argument is `alpha`, as there, and not the norm as in `optax.clip_by_global_norm(0.5)`: an `alpha`
+    that remembers fewer than five norms comes with a warning.
 
     Args:
       alpha: decay of mean and variance, in [0, 1).
@@ -50,10 +55,10 @@ def zclip(
       clip_factor: scales the threshold of the reciprocal strategy.
       strategy: the norm allowed on a spike, `"reciprocal"`, `"max"` or `"mean"`; see `rules.zscore`.
       absorb: what enters the statistics on a spike, `"clipped"`, `"raw"` or `"none"`.
-      patience: consecutive spikes after which raw norms are absorbed; None as published.
+      patience: consecutive spikes after which raw norms are absorbed; None as published, but for zero norms,
+        which the published rule absorbs.
       robust_warmup: median and MAD of the warm-up norms in place of mean and standard deviation.
       min_rel_std: lower bound of the standard deviation as a multiple of the mean.
-      space: `"log"` judges by the logarithms of the norms, for a heavy tail; see `rules.zscore`.
       prior_norms: see `clip_by_rule`.
       granularity: see `clip_by_rule`; the cap then holds for each group.
       stacked: see `clip_by_rule`.
@@ -67,6 +72,9 @@ def zclip(
 
     Raises:
       ValueError: an argument is outside its range.
+
+    Warns:
+      UserWarning: `alpha` is below 0.8.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -86,6 +94,7 @@ def zclip(
       https://arxiv.org/abs/2504.02507, 2025.
     """
     check_cap(max_grad_norm)
+    _warn_of_a_norm(alpha)
     rule = rules.zscore(
         alpha=alpha,
         z_thresh=z_thresh,
@@ -97,7 +106,6 @@ def zclip(
         patience=patience,
         robust_warmup=robust_warmup,
         min_rel_std=min_rel_std,
-        space=space,
     )
     return clip_by_rule(
         rules.at_most(rule, max_grad_norm),
@@ -161,113 +169,11 @@ def levelclip(
     )
 
 
-def autoclip(
-    p: Any = 10.0,
-    window: Any = 1000,
-    *,
-    prior_norms: Any = None,
-    axis_name: AxisNames = None,
-    split: Any = None,
-    nonfinite: str = "zero",
-    observe_only: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """AutoClip: caps each step at a percentile of the last norms.
-
-    Args:
-      p: see `rules.percentile`.
-      window: see `rules.percentile`.
-      prior_norms: see `clip_by_rule`.
-      axis_name: see `clip_by_rule`.
-      split: see `clip_by_rule`.
-      nonfinite: see `clip_by_rule`.
-      observe_only: see `clip_by_rule`.
-
-    Examples:
-      >>> import optax
-      >>> from zclip_jax import autoclip
-      >>> tx = optax.chain(autoclip(p=50.0), optax.adamw(3e-4))
-    """
-    return clip_by_rule(
-        rules.percentile(p, window),
-        prior_norms=prior_norms,
-        axis_name=axis_name,
-        split=split,
-        nonfinite=nonfinite,
-        observe_only=observe_only,
-    )
-
-
-def adagc(
-    lam: Any = 1.05,
-    decay: Any = 0.98,
-    warmup_steps: Any = 100,
-    warmup_max_norm: Any = 1.0,
-    *,
-    granularity: Granularity = "leaf",
-    stacked: Stacked = None,
-    axis_name: AxisNames = None,
-    split: Any = None,
-    nonfinite: str = "zero",
-    observe_only: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """AdaGC: caps each tensor slightly above the moving mean of its own clipped norms.
-
-    Args:
-      lam: see `rules.adagc`.
-      decay: see `rules.adagc`.
-      warmup_steps: see `rules.adagc`.
-      warmup_max_norm: see `rules.adagc`.
-      granularity: see `clip_by_rule`.
-      stacked: see `clip_by_rule`.
-      axis_name: see `clip_by_rule`.
-      split: see `clip_by_rule`.
-      nonfinite: see `clip_by_rule`.
-      observe_only: see `clip_by_rule`.
-
-    Examples:
-      >>> import optax
-      >>> from zclip_jax import adagc
-      >>> tx = optax.chain(adagc(), optax.adamw(3e-4))
-    """
-    return clip_by_rule(
-        rules.adagc(lam, decay, warmup_steps, warmup_max_norm),
-        granularity=granularity,
-        stacked=stacked,
-        axis_name=axis_name,
-        split=split,
-        nonfinite=nonfinite,
-        observe_only=observe_only,
-    )
-
-
-def gradient_stabilizer(
-    decay1: Any = 0.6,
-    decay2: Any = 0.999,
-    *,
-    axis_name: AxisNames = None,
-    split: Any = None,
-    nonfinite: str = "zero",
-    observe_only: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """GradientStabilizer: replaces the norm by the ratio of its moving moments.
-
-    Args:
-      decay1: see `rules.gradient_stabilizer`.
-      decay2: see `rules.gradient_stabilizer`.
-      axis_name: see `clip_by_rule`.
-      split: see `clip_by_rule`.
-      nonfinite: see `clip_by_rule`.
-      observe_only: see `clip_by_rule`.
-
-    Examples:
-      >>> import optax
-      >>> from zclip_jax import gradient_stabilizer
-      >>> tx = optax.chain(gradient_stabilizer(), optax.adamw(3e-4))
-    """
-    return clip_by_rule(
-        rules.gradient_stabilizer(decay1, decay2),
-        axis_name=axis_name,
-        split=split,
-        nonfinite=nonfinite,
-        observe_only=observe_only,
-    )
+def _warn_of_a_norm(alpha: Any) -> None:
+    """Warns of what is more likely meant to be a norm than the decay of a moving mean."""
+    if isinstance(alpha, int | float) and 0 <= alpha < SHORT_MEMORY:
+        warnings.warn(
+            f"zclip(alpha={alpha!r}): alpha, the first argument, is the decay of the moving statistics, and this one "
+            f"remembers {1 / (1 - alpha):.1f} norms; for a cap on the norm write zclip(max_grad_norm={alpha!r})",
+            stacklevel=3,
+        )

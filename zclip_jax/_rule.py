@@ -1,13 +1,14 @@
 """A rule looks at one gradient norm and says what norm is allowed; `decide` turns that into a scale."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from zclip_jax._numerics import as_float
 from zclip_jax._typing import BoolEach, FloatEach, Numeric, PyTree, dataclass
 
 
@@ -17,9 +18,11 @@ class Decision:
 
     Args:
       threshold: the norm allowed this step, in the norm's own unit; `inf` where the rule sets no limit.
+      fired: whether the rule calls this step a spike.
+      trigger: the norm above which the rule would have called this step a spike, known whether it does or not;
+        `inf` where no norm would have been one, as in a warm-up.
       z_score: how many standard deviations the norm lies above the mean; 0 where the rule has no such
         number, and during its warm-up.
-      fired: whether the rule calls this step a spike.
       mean: the mean this norm was judged against, before it is absorbed; 0 where the rule keeps none.
       std: the standard deviation it was judged against; 0 where the rule keeps none.
       uncapped: the threshold before `rules.at_most` lowered it; None means `threshold` itself.
@@ -28,8 +31,9 @@ class Decision:
     """
 
     threshold: Numeric
-    z_score: Numeric
     fired: Numeric
+    trigger: Numeric = math.inf
+    z_score: Numeric = 0.0
     mean: Numeric = 0.0
     std: Numeric = 0.0
     uncapped: Numeric | None = None
@@ -45,6 +49,7 @@ class Outcome:
     Args:
       grad_norm: the norm before clipping; `nan` or `inf` on a non-finite step.
       threshold: the norm allowed; `inf` where there was no limit, and on a non-finite step.
+      trigger: the norm above which the rule would have fired; `inf` where no norm would have.
       z_score: the rule's z-score; 0 where it has none.
       clip_scale: what the decision multiplies the gradients by; at most 1, except from rules that also scale
         up; 0 on a non-finite step.
@@ -58,6 +63,7 @@ class Outcome:
 
     grad_norm: FloatEach
     threshold: FloatEach
+    trigger: FloatEach
     z_score: FloatEach
     clip_scale: FloatEach
     mean: FloatEach
@@ -74,8 +80,8 @@ class Rule(NamedTuple):
     Args:
       init: `() -> state`, a pytree of arrays whose structure, shapes and dtypes `update` keeps.
       update: `(norm, state, *, value=None, **extra_args) -> (Decision, state)`. `value` is the loss, where
-        the training loop passes it; `global_norm` the norm of all groups, where there are several. Unknown extra
-        arguments are ignored.
+        the training loop passes it; `global_norm` the norm of all groups, which is `norm` itself where there is
+        one. Unknown extra arguments are ignored; those called `norm` or `state` never arrive.
 
     Examples:
       A rule that allows twice the previous norm:
@@ -84,7 +90,7 @@ class Rule(NamedTuple):
       >>> from zclip_jax import Decision, Rule, decide
       >>> def update(norm, state, **extra_args):
       ...     threshold = 2 * state
-      ...     return Decision(threshold=threshold, z_score=0.0, fired=norm > threshold), norm
+      ...     return Decision(threshold=threshold, fired=norm > threshold, trigger=threshold), norm
       >>> rule = Rule(init=lambda: jnp.asarray(1.0), update=update)
       >>> outcome, state = decide(rule, 5.0, rule.init())
       >>> float(outcome.clip_scale), float(state)
@@ -95,7 +101,7 @@ class Rule(NamedTuple):
     update: Callable[..., tuple[Decision, PyTree]]
 
 
-def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Outcome, PyTree]:
+def decide(rule: Rule, norm: Any, state: PyTree, /, **extra_args: Any) -> tuple[Outcome, PyTree]:
     """Runs `rule` on one norm: training and replay both go through here and nothing else.
 
     A norm that is NaN, infinite or zero leaves `state` exactly as it was: the first two are faults, and a
@@ -104,8 +110,9 @@ def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Out
     Args:
       rule: the rule.
       norm: scalar, the global L2 norm of this step's gradients.
-      state: the rule's state, from `rule.init()` or the previous call.
-      **extra_args: passed on to the rule, `value=` (the loss) among them.
+      state: the rule's state, from `rule.init()` or the previous call; NumPy arrays will do, as a checkpoint
+        may hold them.
+      **extra_args: passed on to the rule, `value=` (the loss) among them; of any names.
 
     Returns:
       The `Outcome`, and the new state with the structure, shapes and dtypes of the old.
@@ -119,13 +126,14 @@ def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Out
     norm = as_float(norm)
     # A norm whose square overflows is an overflow that a wider accumulator has hidden.
     finite = jnp.isfinite(jnp.square(norm))
+    state = jax.tree.map(jnp.asarray, state)
+    extra_args = {name: x for name, x in extra_args.items() if name not in ("norm", "state")}
     # The rule never sees a bad number, so that none can come back through a derivative either.
     decision, new_state = rule.update(jnp.where(finite, norm, 1.0), state, **extra_args)
     _check_scalars(decision)
 
-    threshold = jnp.maximum(as_float(decision.threshold), 0.0)
-    threshold = jnp.where(jnp.isnan(threshold), jnp.inf, threshold)
-    uncapped = threshold if decision.uncapped is None else as_float(decision.uncapped)
+    threshold = _as_limit(decision.threshold)
+    uncapped = threshold if decision.uncapped is None else _as_limit(decision.uncapped)
     fired = jnp.asarray(decision.fired, bool)
     scaled = finite & (norm > threshold)
     raised = (
@@ -138,6 +146,7 @@ def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Out
     outcome = Outcome(
         grad_norm=norm,
         threshold=jnp.where(finite, threshold, jnp.inf),
+        trigger=_as_limit(decision.trigger),
         z_score=jnp.where(finite, as_float(decision.z_score), 0.0),
         clip_scale=jnp.where(finite, clip_scale, 0.0),
         mean=as_float(decision.mean),
@@ -155,12 +164,18 @@ def decide(rule: Rule, norm: Any, state: PyTree, **extra_args: Any) -> tuple[Out
     return outcome, state
 
 
+def _as_limit(x: Any) -> jax.Array:
+    """`x` as a norm that may be allowed: none below zero, and NaN is no limit."""
+    limit = jnp.maximum(as_float(x), 0.0)
+    return jnp.where(jnp.isnan(limit), jnp.inf, limit)
+
+
 def init_state(rule: Rule) -> PyTree:
     """The rule's state as strongly typed arrays, so that no update can change a type."""
     return jax.tree.map(lambda x: jnp.asarray(x, jax.dtypes.result_type(x)), rule.init())
 
 
-def decide_all(rule: Rule, norms: jax.Array, **extra_args: jax.Array) -> tuple[Outcome, PyTree]:
+def decide_all(rule: Rule, norms: jax.Array, /, **extra_args: jax.Array) -> tuple[Outcome, PyTree]:
     """Runs `decide` from the first state over `norms` `[steps]`; the outcomes `[steps]`, and the last state."""
 
     def step(state, inputs):
@@ -180,61 +195,7 @@ def _check_scalars(decision: Decision) -> None:
             )
 
 
-def unfused(product: jax.Array) -> jax.Array:
-    """`product`, to be rounded before it is used on.
-
-    Compilers fuse a product with the sum or product that follows in some programs and not in others, so that
-    training and replay would differ in the last digit. They don't fuse across a select, though no number takes its
-    other side.
-    """
-    return jnp.where(jnp.isnan(product), 0.0, product)
-
-
-def moving_mean(mean: jax.Array, x: jax.Array, decay: jax.Array) -> jax.Array:
-    """`decay * mean + (1 - decay) * x`."""
-    return unfused(decay * mean) + unfused((1 - decay) * x)
-
-
-def safe_sqrt(x: jax.Array) -> jax.Array:
-    """The square root of `x` >= 0, with derivative 0 instead of infinity at 0."""
-    zero = x == 0
-    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, x)))
-
-
-def as_float(x: Any) -> jax.Array:
-    """`x` in JAX's default float dtype: float32, or float64 under x64."""
-    return jnp.asarray(x, jnp.result_type(float))
-
-
 def check_rule(rule: Any) -> None:
     """Raises ValueError for what is no rule, such as a factory that was not called."""
     if not isinstance(rule, Rule):
         raise ValueError(f"rule must be a Rule such as rules.zscore(), got {rule!r}")
-
-
-def check_number(name: str, value: Any, accepted: str, ok: Callable[[Any], bool]) -> None:
-    """Raises ValueError unless `value` is one number that `ok` accepts; traced values pass unseen."""
-    if isinstance(value, jax.core.Tracer):
-        return
-    number = np.asarray(value)
-    real = jnp.issubdtype(number.dtype, jnp.integer) or jnp.issubdtype(number.dtype, jnp.floating)
-    if not (real and number.ndim == 0 and ok(number)):
-        raise ValueError(f"{name} must be {accepted}, got {value!r}")
-
-
-def check_count(name: str, value: Any, least: int, accepted: str = "") -> None:
-    """Raises ValueError unless `value` is a whole number of at least `least`; traced values pass unseen."""
-    check_number(name, value, f"an integer >= {least}{accepted}", lambda x: x >= least and x == int(x))
-    check_number(name, value, "below 2**31, as far as int32 counts", lambda x: x < 2**31)
-
-
-def check_cap(value: Any) -> None:
-    """Raises ValueError unless `value` can be `max_grad_norm`: a number, None, or a schedule, taken unseen."""
-    if value is not None and not callable(value):
-        check_number("max_grad_norm", value, "a number >= 0 or None", lambda x: x >= 0)
-
-
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raises ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -1,16 +1,29 @@
 """Leaves out bad steps whole: parameters and optimizer stay as they were."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from zclip_jax._clip import ClipState, check_split, check_state, count, init_clip_state
+from zclip_jax._checks import check_count
 from zclip_jax._flax import register_with_flax
-from zclip_jax._norm import AxisNames, global_norm, is_gradient
-from zclip_jax._rule import Rule, check_count, check_rule, decide
+from zclip_jax._frame import make_frame
+from zclip_jax._groups import Granularity, Stacked
+from zclip_jax._norm import AxisNames, is_gradient
+from zclip_jax._numerics import increment
+from zclip_jax._rule import Rule
+from zclip_jax._state import ClipState, check_state
 from zclip_jax._typing import BoolScalar, IntScalar, PyTree, dataclass
+
+# States that hold the step at which schedules are evaluated, and their fields that follow it.
+SCHEDULE_STATES = (
+    optax.ScaleByScheduleState,
+    optax.InjectHyperparamsState,
+    optax.InjectStatefulHyperparamsState,
+)
+SCHEDULE_FIELDS = ("count", "hyperparams", "hyperparams_states")
 
 
 @dataclass(frozen=True)
@@ -20,7 +33,7 @@ class SkipState:
     Args:
       inner_state: the state of the inner transformation.
       clip_state: what the rule saw and said, as in `clip_by_rule`.
-      num_skipped: int32, steps left out so far.
+      num_skipped: int32, steps left out so far; the counts stay at 2**31 - 1 once they are there.
       skip_run: int32, consecutive steps left out up to now.
       longest_skip_run: int32, the longest such run so far.
       alarm: bool, whether `skip_run` is at least `max_consecutive`.
@@ -39,7 +52,10 @@ def skip_by_rule(
     rule: Rule,
     *,
     max_consecutive: Any = 10,
-    advance_counts: bool = False,
+    advance_counts: bool | Callable[[Any], Any] = False,
+    prior_norms: Any = None,
+    granularity: Granularity = "global",
+    stacked: Stacked = None,
     axis_name: AxisNames = None,
     split: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -57,8 +73,13 @@ def skip_by_rule(
       inner: the optimizer, as a whole chain: an `optax.GradientTransformation`, or `MultiSteps`.
       rule: fires on steps to leave out, such as `rules.sigma_skip()` or `rules.fixed(100.0)`.
       max_consecutive: skipped steps in a row from which on the `alarm` is raised, at least 1.
-      advance_counts: let the step counters in the inner state (integer scalars) go on, so that schedules follow
-        the training step and not the number of applied ones.
+      advance_counts: let schedules follow the training step and not the number of applied ones: on a skipped
+        step, the counts that optax's schedules and `inject_hyperparams` read go on all the same. Adam's count and
+        a rule's statistics stay with the steps they have seen. For the counts of other transformations pass a
+        function of a leaf's key path in the state of `inner`, which says whether the leaf goes on.
+      prior_norms: see `clip_by_rule`.
+      granularity: see `clip_by_rule`; the step is skipped if any group's norm is a spike or not finite.
+      stacked: see `clip_by_rule`.
       axis_name: see `clip_by_rule`.
       split: see `clip_by_rule`.
 
@@ -80,10 +101,13 @@ def skip_by_rule(
       >>> int(metrics(state)["zclip/num_skipped"]), int(state.inner_state[0].count)
       (2, 1)
     """
-    check_rule(rule)
-    check_split(axis_name, split)
+    frame = make_frame(rule, prior_norms, granularity, stacked, axis_name, split)
     check_count("max_consecutive", max_consecutive, least=1)
-    if not hasattr(inner, "init") or not hasattr(inner, "update"):
+    if not isinstance(advance_counts, bool) and not callable(advance_counts):
+        raise ValueError(
+            f"advance_counts must be True, False or a function of a leaf's key path, got {advance_counts!r}"
+        )
+    if isinstance(inner, Rule) or not hasattr(inner, "init") or not hasattr(inner, "update"):
         raise ValueError(f"inner must be an optax.GradientTransformation, got {inner!r}")
     if not isinstance(inner, optax.MultiSteps):  # which takes them, but is no such transformation by type
         inner = optax.with_extra_args_support(inner)
@@ -91,7 +115,7 @@ def skip_by_rule(
     def init(params: PyTree) -> PyTree:
         state = SkipState(
             inner_state=inner.init(params),
-            clip_state=init_clip_state(rule),
+            clip_state=frame.init(params),
             num_skipped=jnp.zeros((), jnp.int32),
             skip_run=jnp.zeros((), jnp.int32),
             longest_skip_run=jnp.zeros((), jnp.int32),
@@ -104,29 +128,53 @@ def skip_by_rule(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         check_state(state, SkipState)
-        norm = global_norm(updates, axis_name, split)
-        seen = state.clip_state
-        outcome, rule_state = decide(rule, norm, seen.rule_state, global_norm=norm, **extra_args)
-        skip = outcome.nonfinite | outcome.fired
-
+        outcome, _, clip_state = frame.decide(updates, state.clip_state, **extra_args)
+        skip = jnp.any(outcome.nonfinite | outcome.fired)
         applied, inner_state = inner.update(updates, state.inner_state, params, **extra_args)
 
         def keep(new, old):
-            if advance_counts and jnp.ndim(old) == 0 and jnp.issubdtype(jnp.result_type(old), jnp.integer):
-                return new
             return jnp.where(skip, old, new)
 
         def hold(x):
-            return jnp.where(skip, jnp.full_like(x, -0.0), x) if is_gradient(x) else x
+            return jnp.where(skip, _negative_zeros(x), x) if is_gradient(x) else x
 
-        skip_run = jnp.where(skip, state.skip_run + 1, 0)
+        kept = jax.tree.map(keep, inner_state, state.inner_state)
+        if callable(advance_counts):
+            kept = jax.tree_util.tree_map_with_path(
+                lambda path, new, old: new if advance_counts(path) else old, inner_state, kept
+            )
+        elif advance_counts:
+            kept = _advance_schedules(inner_state, kept)
+        skip_run = jnp.where(skip, increment(state.skip_run), 0)
         return jax.tree.map(hold, applied), SkipState(
-            inner_state=jax.tree.map(keep, inner_state, state.inner_state),
-            clip_state=count(seen, outcome, rule_state),
-            num_skipped=state.num_skipped + skip.astype(jnp.int32),
+            inner_state=kept,
+            clip_state=clip_state,
+            num_skipped=increment(state.num_skipped, skip),
             skip_run=skip_run,
             longest_skip_run=jnp.maximum(state.longest_skip_run, skip_run),
             alarm=skip_run >= jnp.asarray(max_consecutive, jnp.int32),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _negative_zeros(x: jax.Array) -> jax.Array:
+    """What added to a number changes nothing, not even the sign of a zero."""
+    if jnp.iscomplexobj(x):
+        part = jnp.full_like(x.real, -0.0)
+        return jax.lax.complex(part, part)
+    return jnp.full_like(x, -0.0)
+
+
+def _advance_schedules(new: PyTree, kept: PyTree) -> PyTree:
+    """`kept`, with the counts that schedules read, and what they gave, as in `new`."""
+
+    def advance(new, kept):
+        if not isinstance(new, SCHEDULE_STATES):
+            return kept
+        fields = {name: getattr(new, name) for name in SCHEDULE_FIELDS if hasattr(new, name)}
+        if hasattr(new, "inner_state"):
+            fields["inner_state"] = _advance_schedules(new.inner_state, kept.inner_state)
+        return kept._replace(**fields)
+
+    return jax.tree.map(advance, new, kept, is_leaf=lambda x: isinstance(x, SCHEDULE_STATES))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._clip import TOTALS, ClipState
+from zclip_jax._state import TOTALS, ClipState
 from zclip_jax._typing import PyTree
 
 

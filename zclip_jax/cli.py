@@ -17,7 +17,7 @@ from zclip_jax.replay._report import describe_sweep, make_report, to_json
 from zclip_jax.replay._specs import Spec, make_spec, parse_grid, parse_spec, rule_names
 from zclip_jax.replay._table import print_report
 
-BESIDE = ("fixed:max_norm=1", "autoclip")  # what every rule is compared with
+BESIDE = ("fixed:max_norm=1", "percentile")  # what every rule is compared with
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -27,7 +27,7 @@ RULES: dict[str, Rule] = {
     '`zscore(strategy="mean")`': rules.zscore(strategy="mean"),
     "`zscore(min_rel_std=0.12)`": rules.zscore(min_rel_std=0.12),
     "`zscore(robust_warmup=True)`": rules.zscore(robust_warmup=True),
-    '`zscore(space="log")`': rules.zscore(space="log"),
+    "`in_log_space(zscore())`": rules.in_log_space(rules.zscore()),
     "`window_zscore()`": rules.window_zscore(),
     "`level()`": rules.level(),
     "`ema()`": rules.ema(),

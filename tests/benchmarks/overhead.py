@@ -36,7 +36,7 @@ RULES = {
     "fixed": rules.fixed(1.0),
     "zscore": rules.zscore(),
     "zscore, robust_warmup": rules.zscore(robust_warmup=True),
-    "zscore, space='log'": rules.zscore(space="log"),
+    "in_log_space(zscore)": rules.in_log_space(rules.zscore()),
     "window_zscore": rules.window_zscore(),
     "percentile, window=1000": rules.percentile(),
     "percentile, window=10000": rules.percentile(window=10_000),

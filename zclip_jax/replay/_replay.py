@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zclip_jax._rule import Outcome, Rule, as_float, check_rule, decide_all
+from zclip_jax._numerics import as_float
+from zclip_jax._rule import Outcome, Rule, check_rule, decide_all
 from zclip_jax._typing import PyTree
 
 

@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zclip_jax import rules
-from zclip_jax._rule import Rule, check_cap
+from zclip_jax._checks import check_cap, check_choice
+from zclip_jax._rule import Rule
 
 # The presets, by the rule inside and the cap that each has by default.
-PRESETS = {"zclip": ("zscore", 1.0), "levelclip": ("level", 1.0), "autoclip": ("percentile", None)}
+PRESETS = {"zclip": ("zscore", 1.0), "levelclip": ("level", 1.0)}
+SPACES = ("linear", "log")
 
 
 def rule_names() -> list[str]:
@@ -33,11 +35,13 @@ class Spec(NamedTuple):
         return functools.partial(make_rule, self.name, **self.settings)
 
 
-def make_rule(name: str, *, max_grad_norm: Any = None, **settings: Any) -> Rule:
-    """The rule or preset of that name, below a cap."""
+def make_rule(name: str, *, max_grad_norm: Any = None, space: str = "linear", **settings: Any) -> Rule:
+    """The rule or preset of that name, in linear or log space, below a cap."""
     inner, _ = PRESETS.get(name, (name, None))
     check_cap(max_grad_norm)
-    return rules.at_most(getattr(rules, inner)(**settings), max_grad_norm)
+    check_choice("space", space, SPACES)
+    rule = getattr(rules, inner)(**settings)
+    return rules.at_most(rules.in_log_space(rule) if space == "log" else rule, max_grad_norm)
 
 
 def parse_spec(text: str) -> Spec:
@@ -64,7 +68,7 @@ def make_spec(label: str, name: str, settings: Mapping[str, Any]) -> Spec:
         raise ValueError(f"no rule is called {name!r}; there are {', '.join(rule_names())}")
     inner, cap = PRESETS.get(name, (name, None))
     parameters = _parameters(inner)
-    accepted = [*parameters, "max_grad_norm"]
+    accepted = [*parameters, "max_grad_norm", "space"]
     check_names(name, settings, accepted)
     missing = [
         key for key, p in parameters.items() if p.default is inspect.Parameter.empty and key not in settings
@@ -75,7 +79,7 @@ def make_spec(label: str, name: str, settings: Mapping[str, Any]) -> Spec:
     for key, value in settings.items():
         if isinstance(defaults.get(key), bool) and not isinstance(value, bool):
             raise ValueError(f"{key} must be true or false, got {value!r}")
-    settings = {**defaults, "max_grad_norm": cap, **settings}
+    settings = {**defaults, "max_grad_norm": cap, "space": "linear", **settings}
     return Spec(label, name, settings, make_rule(name, **settings))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from zclip_jax._numerics import increment
 from zclip_jax._rule import Rule
 from zclip_jax._typing import IntScalar, PyTree, dataclass
 
@@ -33,7 +34,7 @@ def takes_schedules(factory: Callable[..., Rule]) -> Callable[..., Rule]:
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Rule:
         given = inspect.signature(factory).bind(*args, **kwargs).arguments
-        schedules = {name: value for name, value in given.items() if callable(value)}
+        schedules = {name: value for name, value in given.items() if callable(value) and name != "rule"}
         if not schedules:
             return factory(*args, **kwargs)
 
@@ -45,10 +46,10 @@ def takes_schedules(factory: Callable[..., Rule]) -> Callable[..., Rule]:
                 num_updates=jnp.zeros((), jnp.int32), rule_state=at(jnp.zeros((), jnp.int32)).init()
             )
 
-        def update(norm, state, **extra_args):
+        def update(norm, state, /, **extra_args):
             step = state.num_updates
             decision, rule_state = at(step).update(norm, state.rule_state, **extra_args)
-            return decision, ScheduledState(num_updates=step + 1, rule_state=rule_state)
+            return decision, ScheduledState(num_updates=increment(step), rule_state=rule_state)
 
         return Rule(init=init, update=update)
 

@@ -1,27 +1,19 @@
 """The last norms in a ring buffer, and their mean and standard deviation."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._rule import check_count, safe_sqrt
-
-
-def check_window(name: str, value: Any, least: int) -> None:
-    """Raises ValueError unless `value` can be the static length of a buffer."""
-    if isinstance(value, jax.Array):
-        raise ValueError(
-            f"{name} must be a Python int, got an array; with optax.inject_hyperparams name it in static_args"
-        )
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
-    check_count(name, value, least)
+from zclip_jax._numerics import INT32_MAX, safe_sqrt
 
 
 def push(buffer: jax.Array, count: jax.Array, x: jax.Array) -> jax.Array:
     """`buffer` `[window]` with its oldest entry, or its next free one, replaced; `count` were pushed before."""
     return buffer.at[count % buffer.size].set(x)
+
+
+def count_on(count: jax.Array, window: int) -> jax.Array:
+    """One more; before int32 would wrap it goes back by a whole `window`, which leaves the places as they are."""
+    return jnp.where(count == INT32_MAX, count - (window - 1), count + (count < INT32_MAX).astype(jnp.int32))
 
 
 def mean_and_std(buffer: jax.Array, count: jax.Array, ddof: int = 0) -> tuple[jax.Array, jax.Array]:

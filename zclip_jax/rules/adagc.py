@@ -4,7 +4,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_count, check_number, moving_mean
+from zclip_jax._checks import check_count, check_number
+from zclip_jax._numerics import as_float, increment, moving_mean
+from zclip_jax._rule import Decision, Rule
 from zclip_jax._typing import FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
@@ -15,7 +17,7 @@ class AdaGCState:
 
     Args:
       num_norms: int32, norms absorbed so far.
-      ema: float, moving mean of the clipped norms; `inf` before the first.
+      ema: float, moving mean of the clipped norms; 0 before the first.
     """
 
     num_norms: IntScalar
@@ -35,7 +37,7 @@ def adagc(lam: Any = 1.05, decay: Any = 0.98, warmup_steps: Any = 100, warmup_ma
     Absorbs the clipped norm :math:`h n`: during the warm-up :math:`\gamma \leftarrow \min(\gamma, h n)`,
     afterwards :math:`\gamma \leftarrow \text{decay}\cdot\gamma + (1 - \text{decay})\, h n`.
 
-    Meant for one rule per tensor, `zclip_jax.adagc()` or `clip_by_rule(rules.adagc(), granularity="leaf")`.
+    Meant for one rule per tensor: `clip_by_rule(rules.adagc(), granularity="leaf")` is AdaGC.
 
     Args:
       lam: multiple of the mean that is allowed, at least 1.
@@ -68,15 +70,15 @@ def adagc(lam: Any = 1.05, decay: Any = 0.98, warmup_steps: Any = 100, warmup_ma
     check_number("warmup_max_norm", warmup_max_norm, "a number > 0", lambda x: x > 0)
 
     def init():
-        return AdaGCState(num_norms=jnp.zeros((), jnp.int32), ema=as_float(jnp.full((), jnp.inf)))
+        return AdaGCState(num_norms=jnp.zeros((), jnp.int32), ema=as_float(jnp.zeros(())))
 
-    def update(norm, state, *, global_norm=None, **extra_args):
+    def update(norm, state, /, *, global_norm=None, **extra_args):
         del extra_args
         warming = state.num_norms < jnp.asarray(warmup_steps, jnp.int32)
         whole = norm if global_norm is None else as_float(global_norm)
         # During the warm-up every tensor is scaled as the whole is.
         share = norm / jnp.where(whole > 0, whole, 1.0)
-        mean = as_float(state.ema)
+        first, mean = state.num_norms == 0, as_float(state.ema)
         threshold = jnp.where(
             warming,
             jnp.where(whole > as_float(warmup_max_norm), as_float(warmup_max_norm) * share, jnp.inf),
@@ -84,15 +86,11 @@ def adagc(lam: Any = 1.05, decay: Any = 0.98, warmup_steps: Any = 100, warmup_ma
         )
         fired = norm > threshold
         clipped = jnp.minimum(norm, threshold)
-        # Until the first norm the mean is infinite, and must not meet a product with 0.
-        started = jnp.where(jnp.isfinite(mean), mean, clipped)
-        moved = moving_mean(started, clipped, as_float(decay))
-        decision = Decision(
-            threshold=threshold, z_score=0.0, fired=fired, mean=jnp.where(jnp.isfinite(mean), mean, 0.0)
-        )
+        least = jnp.where(first, clipped, jnp.minimum(mean, clipped))
+        moved = moving_mean(mean, clipped, as_float(decay))
+        decision = Decision(threshold=threshold, fired=fired, trigger=threshold, mean=mean)
         return decision, AdaGCState(
-            num_norms=state.num_norms + 1,
-            ema=jnp.where(warming, jnp.minimum(mean, clipped), moved),
+            num_norms=increment(state.num_norms), ema=jnp.where(warming, least, moved)
         )
 
     return Rule(init=init, update=update)

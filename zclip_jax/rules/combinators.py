@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_choice, check_number
-from zclip_jax._typing import FloatScalar, PyTree, dataclass
+from zclip_jax._checks import check_choice, check_number
+from zclip_jax._numerics import as_float
+from zclip_jax._rule import Decision, Rule, check_rule
+from zclip_jax._typing import BoolScalar, FloatScalar, PyTree, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
 
@@ -39,11 +41,12 @@ def at_most(rule: Rule, max_norm: Any) -> Rule:
       >>> float(outcome.clip_scale), bool(outcome.capped), bool(outcome.bound), bool(outcome.fired)
       (0.25, True, False, False)
     """
+    check_rule(rule)
     if max_norm is None:
         return rule
     check_number("max_norm", max_norm, "a number >= 0 or None", lambda x: x >= 0)
 
-    def update(norm, state, **extra_args):
+    def update(norm, state, /, **extra_args):
         decision, state = rule.update(norm, state, **extra_args)
         threshold = as_float(decision.threshold)
         capped = dataclasses.replace(
@@ -83,11 +86,12 @@ def bounded(rule: Rule, low: Any, high: Any) -> Rule:
       >>> float(outcome.threshold)
       10.0
     """
+    check_rule(rule)
     check_number("low", low, "a number >= 0", lambda x: x >= 0)
     check_number("high", high, "a number >= 0", lambda x: x >= 0)
     if not any(isinstance(x, jax.core.Tracer) for x in (low, high)) and float(low) > float(high):
         raise ValueError(f"low must be at most high, got low={low!r} and high={high!r}")
-    return _with_threshold(rule, lambda t: jnp.fmin(jnp.maximum(t, as_float(low)), as_float(high)))
+    return with_threshold(rule, lambda t: jnp.fmin(jnp.maximum(t, as_float(low)), as_float(high)))
 
 
 @dataclass(frozen=True)
@@ -95,11 +99,13 @@ class LossAwareState:
     """State of `loss_aware`.
 
     Args:
-      last_loss: float, the loss of the step before; NaN before the first.
+      last_loss: float, the last finite loss; 0 before the first.
+      has_loss: bool, whether there was one.
       rule_state: the inner rule's state.
     """
 
     last_loss: FloatScalar
+    has_loss: BoolScalar
     rule_state: PyTree
 
 
@@ -145,39 +151,104 @@ def loss_aware(
       >>> float(outcome.threshold)
       0.5
     """
+    check_rule(rule)
     check_number("eta", eta, "a number >= 0", lambda x: x >= 0)
     check_number("rise", rise, "a number >= 0", lambda x: x >= 0)
     check_number("factor", factor, "a number in (0, 1]", lambda x: 0 < x <= 1)
     check_choice("form", form, FORMS)
 
     def init():
-        return LossAwareState(last_loss=as_float(jnp.full((), jnp.nan)), rule_state=rule.init())
+        return LossAwareState(
+            last_loss=as_float(jnp.zeros(())), has_loss=jnp.zeros((), jnp.bool_), rule_state=rule.init()
+        )
 
-    def update(norm, state, *, value=None, **extra_args):
+    def update(norm, state, /, *, value=None, **extra_args):
         if value is None:
             raise ValueError(
                 "loss_aware needs the loss: pass it as tx.update(grads, opt_state, params, value=loss)"
             )
         loss, last = as_float(value), as_float(state.last_loss)
-        known = jnp.isfinite(loss) & jnp.isfinite(last) & (last != 0)
-        relative = jnp.where(known, (loss - last) / jnp.where(known, jnp.abs(last), 1.0), 0.0)
+        finite = jnp.isfinite(loss)
+        known = finite & state.has_loss & (last != 0)
+        relative = jnp.where(known, loss - last, 0.0) / jnp.where(known, jnp.abs(last), 1.0)
         if form == "step":
             change = jnp.where(relative > as_float(rise), as_float(factor), 1.0)
         else:
             change = jnp.exp(-as_float(eta) * relative)
         # No limit stays none: infinity times an underflow would be NaN.
-        inner = _with_threshold(rule, lambda t: jnp.where(jnp.isfinite(t), t * change, t))
+        inner = with_threshold(rule, lambda t: jnp.where(jnp.isfinite(t), t * change, t))
         decision, rule_state = inner.update(norm, state.rule_state, value=value, **extra_args)
-        last = jnp.where(jnp.isfinite(loss), loss, last)
-        return decision, LossAwareState(last_loss=last, rule_state=rule_state)
+        return decision, LossAwareState(
+            last_loss=jnp.where(finite, loss, last), has_loss=state.has_loss | finite, rule_state=rule_state
+        )
 
     return Rule(init=init, update=update)
 
 
-def _with_threshold(rule: Rule, change: Callable[[jax.Array], jax.Array]) -> Rule:
+@dataclass(frozen=True)
+class LogSpaceState:
+    """State of `in_log_space`.
+
+    Args:
+      rule_state: the inner rule's state, of logarithms.
+    """
+
+    rule_state: PyTree
+
+
+def in_log_space(rule: Rule) -> Rule:
+    r"""Lets a rule judge the natural logarithms of the norms, for norms with a heavy tail.
+
+    .. math:: t = \exp(t_\text{rule}(\log n))
+
+    The inner rule sees, absorbs and limits logarithms; threshold and trigger come back as norms. Mean, standard
+    deviation and z-score in the metrics are those of the logarithms. It suits rules that compare with a mean and a
+    standard deviation, or with order statistics: `zscore`, `window_zscore`, `sigma_skip` and `percentile`. A setting
+    that multiplies a norm (`clip_factor` and `min_rel_std` of `zscore`, all of `level`, `ema` and `adagc`) has no
+    such meaning for logarithms, which may be negative.
+
+    Args:
+      rule: the rule that judges; its own unit is the logarithm of a norm.
+
+    Returns:
+      A `Rule` whose state is a `LogSpaceState`.
+
+    Raises:
+      ValueError: `rule` is none.
+
+    Examples:
+      >>> from zclip_jax import decide, rules
+      >>> rule = rules.in_log_space(rules.zscore(warmup_steps=4))
+      >>> state = rule.init()
+      >>> for norm in [1.0, 2.0, 0.5, 1.0, 50.0]:
+      ...     outcome, state = decide(rule, norm, state)
+      >>> bool(outcome.fired), round(float(outcome.trigger), 2), round(float(outcome.threshold), 2)
+      (True, 3.41, 1.47)
+    """
+    check_rule(rule)
+
+    def exp(x):
+        return None if x is None else jnp.exp(as_float(x))
+
+    def update(norm, state, /, **extra_args):
+        # Only norms above zero are absorbed, but zero is seen, too.
+        logarithm = jnp.log(jnp.where(norm > 0, norm, 1.0))
+        decision, rule_state = rule.update(logarithm, state.rule_state, **extra_args)
+        decision = dataclasses.replace(
+            decision,
+            threshold=exp(decision.threshold),
+            trigger=exp(decision.trigger),
+            uncapped=exp(decision.uncapped),
+        )
+        return decision, LogSpaceState(rule_state=rule_state)
+
+    return Rule(init=lambda: LogSpaceState(rule_state=rule.init()), update=update)
+
+
+def with_threshold(rule: Rule, change: Callable[[jax.Array], jax.Array]) -> Rule:
     """`rule` with `change` applied to the norm that it allows."""
 
-    def update(norm, state, **extra_args):
+    def update(norm, state, /, **extra_args):
         decision, state = rule.update(norm, state, **extra_args)
         uncapped = None if decision.uncapped is None else change(as_float(decision.uncapped))
         changed: Decision = dataclasses.replace(

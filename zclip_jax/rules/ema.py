@@ -4,10 +4,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_number, moving_mean, unfused
+from zclip_jax._checks import check_number
+from zclip_jax._numerics import as_float, increment, moving_mean, unfused
+from zclip_jax._rule import Decision, Rule
 from zclip_jax._typing import FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
-from zclip_jax.rules.combinators import bounded
+from zclip_jax.rules.combinators import with_threshold
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,17 @@ def ema(
     def init():
         return EmaState(num_norms=jnp.zeros((), jnp.int32), mean=as_float(jnp.zeros(())))
 
-    def update(norm, state, **extra_args):
+    def update(norm, state, /, **extra_args):
         del extra_args
         first, mean = state.num_norms == 0, as_float(state.mean)
         threshold = unfused(as_float(a) * mean) + as_float(b) * as_float(base)
         threshold = jnp.where(first, jnp.inf, threshold)
-        decision = Decision(threshold=threshold, z_score=0.0, fired=norm > threshold, mean=mean)
+        decision = Decision(threshold=threshold, fired=norm > threshold, trigger=threshold, mean=mean)
         new_mean = moving_mean(mean, norm, as_float(decay))
-        return decision, EmaState(num_norms=state.num_norms + 1, mean=jnp.where(first, norm, new_mean))
+        return decision, EmaState(num_norms=increment(state.num_norms), mean=jnp.where(first, norm, new_mean))
 
-    limits = (as_float(low) * as_float(base), as_float(high) * as_float(base))
-    return bounded(Rule(init=init, update=update), *limits)
+    def within_bounds(threshold):
+        least, most = as_float(low) * as_float(base), as_float(high) * as_float(base)
+        return jnp.clip(threshold, least, most)
+
+    return with_threshold(Rule(init=init, update=update), within_bounds)

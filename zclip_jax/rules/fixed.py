@@ -2,7 +2,9 @@
 
 from typing import Any
 
-from zclip_jax._rule import Decision, Rule, as_float, check_number
+from zclip_jax._checks import check_number
+from zclip_jax._numerics import as_float
+from zclip_jax._rule import Decision, Rule
 from zclip_jax.rules._schedules import takes_schedules
 
 
@@ -36,9 +38,9 @@ def fixed(max_norm: Any) -> Rule:
     """
     check_number("max_norm", max_norm, "a number >= 0", lambda x: x >= 0)
 
-    def update(norm, state, **extra_args):
+    def update(norm, state, /, **extra_args):
         del extra_args
         threshold = as_float(max_norm)
-        return Decision(threshold=threshold, z_score=0.0, fired=norm > threshold), state
+        return Decision(threshold=threshold, fired=norm > threshold, trigger=threshold), state
 
     return Rule(init=lambda: (), update=update)

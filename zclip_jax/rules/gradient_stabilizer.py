@@ -4,7 +4,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_number, moving_mean, safe_sqrt, unfused
+from zclip_jax._checks import check_number
+from zclip_jax._numerics import as_float, increment, moving_mean, safe_sqrt, unfused
+from zclip_jax._rule import Decision, Rule
 from zclip_jax._typing import FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
@@ -36,7 +38,8 @@ def gradient_stabilizer(decay1: Any = 0.6, decay2: Any = 0.999) -> Rule:
     has no unit and lies near 1, so an optimizer that does not care for the gradient's scale belongs behind it.
 
     Absorbs the raw norm; a spike moves m and v together and is worth at most
-    :math:`(1-\beta_1)/\sqrt{1-\beta_2}` of the usual. Fires where it scales down. There is no warm-up.
+    :math:`(1-\beta_1)/\sqrt{1-\beta_2}` of the usual. It sets every norm and calls none a spike: it never fires.
+    There is no warm-up.
 
     Args:
       decay1: of the norms, in [0, 1).
@@ -67,17 +70,17 @@ def gradient_stabilizer(decay1: Any = 0.6, decay2: Any = 0.999) -> Rule:
             num_norms=jnp.zeros((), jnp.int32), first=as_float(jnp.zeros(())), second=as_float(jnp.zeros(()))
         )
 
-    def update(norm, state, **extra_args):
+    def update(norm, state, /, **extra_args):
         del extra_args
         b1, b2 = as_float(decay1), as_float(decay2)
         first = moving_mean(as_float(state.first), norm, b1)
         second = moving_mean(as_float(state.second), unfused(jnp.square(norm)), b2)
-        step = as_float(state.num_norms + 1)
+        step = as_float(state.num_norms) + 1
         root = safe_sqrt(second / (1 - b2**step))
         threshold = first / (1 - b1**step) / jnp.where(root > 0, root, 1.0)
-        decision = Decision(
-            threshold=threshold, z_score=0.0, fired=norm > threshold, mean=state.first, raises=True
+        decision = Decision(threshold=threshold, fired=False, mean=state.first, raises=True)
+        return decision, GradientStabilizerState(
+            num_norms=increment(state.num_norms), first=first, second=second
         )
-        return decision, GradientStabilizerState(num_norms=state.num_norms + 1, first=first, second=second)
 
     return Rule(init=init, update=update)

@@ -4,7 +4,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_count, check_number, moving_mean, unfused
+from zclip_jax._checks import check_count, check_number
+from zclip_jax._numerics import as_float, increment, moving_mean, unfused
+from zclip_jax._rule import Decision, Rule
 from zclip_jax._typing import FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
@@ -84,15 +86,17 @@ def level(multiple: Any = 1.65, alpha: Any = 0.95, patience: Any = 25) -> Rule:
             num_off=jnp.zeros((), jnp.int32),
         )
 
-    def update(norm, state, **extra_args):
+    def update(norm, state, /, **extra_args):
         del extra_args
         first, mean = state.num_norms == 0, as_float(state.mean)
         count = as_float(jnp.maximum(state.num_norms, 1))
         excess = unfused((as_float(multiple) - 1) * (1 + 1 / count) * mean)
-        fired = ~first & (norm > mean + excess)
+        trigger = jnp.where(first, jnp.inf, mean + excess)
+        fired = norm > trigger
         limit = mean + unfused(excess * (excess / jnp.where(fired, norm - mean, 1.0)))
         decision = Decision(
             threshold=jnp.where(fired, limit, jnp.inf),
+            trigger=trigger,
             z_score=jnp.where(first, 0.0, (norm - mean) / jnp.where(first, 1.0, excess)),
             fired=fired,
             mean=mean,
@@ -100,12 +104,12 @@ def level(multiple: Any = 1.65, alpha: Any = 0.95, patience: Any = 25) -> Rule:
         )
 
         off = ~first & (fired | (norm < mean / 2))
-        num_off = jnp.where(off, state.num_off + 1, jnp.maximum(state.num_off - 1, 0))
+        num_off = jnp.where(off, increment(state.num_off), jnp.maximum(state.num_off - 1, 0))
         afresh = first | (num_off > jnp.asarray(patience, jnp.int32))
         decay = jnp.minimum(as_float(alpha), count / (count + YOUNG))
         moved = moving_mean(mean, jnp.where(fired, limit, norm), decay)
         return decision, LevelState(
-            num_norms=jnp.where(afresh, 1, state.num_norms + 1),
+            num_norms=jnp.where(afresh, 1, increment(state.num_norms)),
             mean=jnp.where(afresh, norm, moved),
             num_off=jnp.where(afresh, 0, num_off),
         )

@@ -4,10 +4,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_number, unfused
+from zclip_jax._checks import check_length, check_number
+from zclip_jax._numerics import as_float, unfused
+from zclip_jax._rule import Decision, Rule
 from zclip_jax._typing import Floats, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
-from zclip_jax.rules._window import check_window, push
+from zclip_jax.rules._window import count_on, push
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def percentile(p: Any = 10.0, window: Any = 1000) -> Rule:
       Networks", https://arxiv.org/abs/2007.14469, 2020.
     """
     check_number("p", p, "a number in [0, 100]", lambda x: 0 <= x <= 100)
-    check_window("window", window, least=1)
+    check_length("window", window, least=1)
 
     def init():
         dtype = jnp.result_type(float)
@@ -69,7 +71,7 @@ def percentile(p: Any = 10.0, window: Any = 1000) -> Rule:
             sorted_norms=jnp.full(window, jnp.inf, dtype),
         )
 
-    def update(norm, state, **extra_args):
+    def update(norm, state, /, **extra_args):
         del extra_args
         count, ordered = state.num_norms, state.sorted_norms
         index = jnp.arange(window, dtype=jnp.int32)
@@ -79,21 +81,25 @@ def percentile(p: Any = 10.0, window: Any = 1000) -> Rule:
         moved_up = jnp.append(ordered[1:], jnp.inf)
         ordered = jnp.where((count >= window) & (index >= oldest), moved_up, ordered)
 
+        last = jnp.minimum(count, window - 1)
+        rank = as_float(p) / 100 * last.astype(norm.dtype)
+        below = jnp.minimum(jnp.floor(rank).astype(jnp.int32), last)
+        above = jnp.minimum(below + 1, last)
+        # A norm is above the percentile that it is part of if it is above the one there without it: there is none
+        # for the first, nor for the largest.
+        trigger = jnp.where(below < last, ordered[below], jnp.inf)
+
         # The new one enters in its place: everything behind it moves down.
         place = jnp.sum(ordered < norm, dtype=jnp.int32)
         moved_down = jnp.append(norm, ordered[:-1])
         ordered = jnp.where(index > place, moved_down, jnp.where(index == place, norm, ordered))
 
-        last = jnp.minimum(count, window - 1)
-        rank = as_float(p) / 100 * last.astype(norm.dtype)
-        below = jnp.minimum(jnp.floor(rank).astype(jnp.int32), last)
-        above = jnp.minimum(below + 1, last)
         low, high = ordered[below], ordered[above]
         threshold = low + unfused((high - low) * (rank - below.astype(norm.dtype)))
 
-        decision = Decision(threshold=threshold, z_score=0.0, fired=norm > threshold)
+        decision = Decision(threshold=threshold, fired=norm > threshold, trigger=trigger)
         return decision, PercentileState(
-            num_norms=count + 1, norms=push(state.norms, count, norm), sorted_norms=ordered
+            num_norms=count_on(count, window), norms=push(state.norms, count, norm), sorted_norms=ordered
         )
 
     return Rule(init=init, update=update)

@@ -1,13 +1,16 @@
 """The rule by which OLMo-core, Levanter and MaxText skip steps."""
 
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_count, check_number, unfused
+from zclip_jax._checks import check_count, check_length, check_number
+from zclip_jax._numerics import as_float, unfused
+from zclip_jax._rule import Decision, Rule
 from zclip_jax._typing import Floats, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
-from zclip_jax.rules._window import check_window, mean_and_std, push
+from zclip_jax.rules._window import count_on, mean_and_std, push
 
 
 @dataclass(frozen=True)
@@ -15,13 +18,15 @@ class SigmaSkipState:
     """State of `sigma_skip`.
 
     Args:
-      num_norms: int32, steps absorbed so far.
+      num_norms: int32, norms absorbed so far.
       norms: float `[window]`, the last norms, round and round.
-      losses: float `[window]`, the losses of the same steps; zeros where none is passed.
+      num_losses: int32, losses absorbed so far.
+      losses: float `[window]`, the last losses, round and round.
     """
 
     num_norms: IntScalar
     norms: Floats
+    num_losses: IntScalar
     losses: Floats
 
 
@@ -36,7 +41,8 @@ def sigma_skip(num_std: Any = 6.0, window: Any = 128, warmup_steps: Any = 64) ->
 
     Made for `skip_by_rule`. In `clip_by_rule` a spike of the norm is scaled down to that limit, and a spike of
     the loss alone passes. Absorbs raw norm and loss, so a shift of level is learned within the window. Looks at
-    the loss where the training loop passes `value=`.
+    the loss where the training loop passes `value=`, after a warm-up of as many losses; after that of the norms, a
+    loss that is NaN or infinite is a spike, too. It is not absorbed.
 
     Args:
       num_std: standard deviations above the mean, positive.
@@ -63,7 +69,7 @@ def sigma_skip(num_std: Any = 6.0, window: Any = 128, warmup_steps: Any = 64) ->
       standard deviations, from 64 steps on.
     """
     check_number("num_std", num_std, "a number > 0", lambda x: x > 0)
-    check_window("window", window, least=2)
+    check_length("window", window, least=2)
     check_count("warmup_steps", warmup_steps, least=2)
 
     def init():
@@ -71,34 +77,45 @@ def sigma_skip(num_std: Any = 6.0, window: Any = 128, warmup_steps: Any = 64) ->
         return SigmaSkipState(
             num_norms=jnp.zeros((), jnp.int32),
             norms=jnp.zeros(window, dtype),
+            num_losses=jnp.zeros((), jnp.int32),
             losses=jnp.zeros(window, dtype),
         )
 
-    def update(norm, state, *, value=None, **extra_args):
-        del extra_args
-        count = state.num_norms
-        ready = count >= jnp.asarray(warmup_steps, jnp.int32)
-        mean, std = mean_and_std(state.norms, count, ddof=1)
+    def limit_of(xs, count):
+        mean, std = mean_and_std(xs, count, ddof=1)
         limit = mean + unfused(as_float(num_std) * std)
+        ready = count >= jnp.asarray(warmup_steps, jnp.int32)
+        return ready, mean, std, jnp.where(ready, limit, jnp.inf)
+
+    def update(norm, state, /, *, value=None, **extra_args):
+        del extra_args
+        ready, mean, std, limit = limit_of(state.norms, state.num_norms)
         spike = norm > limit
-        loss_spike, loss = jnp.zeros((), bool), as_float(0.0)
-        if value is not None:
-            loss = as_float(value)
-            loss_mean, loss_std = mean_and_std(state.losses, count, ddof=1)
-            # A loss that is no number is a spike, and is not absorbed.
-            loss_spike = ~(loss <= loss_mean + unfused(as_float(num_std) * loss_std))
-            loss = jnp.where(jnp.isfinite(loss), loss, loss_mean)
         decision = Decision(
-            threshold=jnp.where(ready & spike, limit, jnp.inf),
+            threshold=jnp.where(spike, limit, jnp.inf),
+            trigger=limit,
             z_score=jnp.where(ready & (std > 0), (norm - mean) / jnp.where(std > 0, std, 1.0), 0.0),
-            fired=ready & (spike | loss_spike),
+            fired=spike,
             mean=mean,
             std=std,
         )
-        return decision, SigmaSkipState(
-            num_norms=count + 1,
-            norms=push(state.norms, count, norm),
-            losses=push(state.losses, count, loss),
+        state = dataclasses.replace(
+            state,
+            num_norms=count_on(state.num_norms, window),
+            norms=push(state.norms, state.num_norms, norm),
         )
+        if value is None:
+            return decision, state
+
+        known = jnp.isfinite(as_float(value))
+        loss = jnp.where(known, as_float(value), 0.0)
+        *_, loss_limit = limit_of(state.losses, state.num_losses)
+        loss_spike = jnp.where(known, loss > loss_limit, ready)
+        state = dataclasses.replace(
+            state,
+            num_losses=jnp.where(known, count_on(state.num_losses, window), state.num_losses),
+            losses=jnp.where(known, push(state.losses, state.num_losses, loss), state.losses),
+        )
+        return dataclasses.replace(decision, fired=spike | loss_spike), state
 
     return Rule(init=init, update=update)

@@ -4,11 +4,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zclip_jax._rule import Decision, Rule, as_float, check_choice, check_count, check_number
+from zclip_jax._checks import check_count, check_length
+from zclip_jax._rule import Rule
 from zclip_jax._typing import Floats, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
-from zclip_jax.rules._window import check_window, mean_and_std, push
-from zclip_jax.rules.zscore import STRATEGIES, judge
+from zclip_jax.rules._window import count_on, mean_and_std, push
+from zclip_jax.rules.zscore import ZTest
 
 
 @dataclass(frozen=True)
@@ -64,36 +65,22 @@ def window_zscore(
       >>> bool(outcome.fired), round(float(outcome.mean), 3)
       (True, 1.0)
     """
-    check_window("window", window, least=2)
-    check_number("z_thresh", z_thresh, "a number > 0", lambda x: x > 0)
-    check_number("eps", eps, "a number > 0", lambda x: x > 0)
+    check_length("window", window, least=2)
     check_count("warmup_steps", warmup_steps, least=1)
-    check_number("clip_factor", clip_factor, "a number > 0", lambda x: x > 0)
-    check_number("min_rel_std", min_rel_std, "a number >= 0", lambda x: x >= 0)
-    check_choice("strategy", strategy, STRATEGIES)
+    test = ZTest(z_thresh, eps, clip_factor, strategy, min_rel_std)
+    test.check()
 
     def init():
         return WindowState(
             num_norms=jnp.zeros((), jnp.int32), norms=jnp.zeros(window, jnp.result_type(float))
         )
 
-    def update(norm, state, **extra_args):
+    def update(norm, state, /, **extra_args):
         del extra_args
-        warming = state.num_norms < jnp.asarray(warmup_steps, jnp.int32)
-        mean, std = mean_and_std(state.norms, state.num_norms)
-        std = jnp.maximum(std, as_float(min_rel_std) * mean)
-        z, spike, limit = judge(norm, mean, std, as_float(z_thresh), as_float(eps), strategy)
-        if strategy == "reciprocal":
-            limit = as_float(clip_factor) * limit
-        fired = ~warming & spike
-        decision = Decision(
-            threshold=jnp.where(fired, limit, jnp.inf),
-            z_score=jnp.where(warming, 0.0, z),
-            fired=fired,
-            mean=mean,
-            std=std,
-        )
-        norms = push(state.norms, state.num_norms, norm)
-        return decision, WindowState(num_norms=state.num_norms + 1, norms=norms)
+        count = state.num_norms
+        warming = count < jnp.asarray(warmup_steps, jnp.int32)
+        decision, _ = test.judge(norm, *mean_and_std(state.norms, count), warming)
+        norms = push(state.norms, count, norm)
+        return decision, WindowState(num_norms=count_on(count, window), norms=norms)
 
     return Rule(init=init, update=update)

@@ -1,22 +1,14 @@
 """The rule of ZClip: a spike is a norm whose z-score against its moving mean and variance is large."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._rule import (
-    Decision,
-    Rule,
-    as_float,
-    check_choice,
-    check_count,
-    check_number,
-    moving_mean,
-    safe_sqrt,
-    unfused,
-)
+from zclip_jax._checks import check_choice, check_count, check_flag, check_length, check_number
+from zclip_jax._numerics import as_float, increment, moving_mean, safe_sqrt, unfused
+from zclip_jax._rule import Decision, Rule
 from zclip_jax._typing import Floats, FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
@@ -25,9 +17,6 @@ ABSORB = ("clipped", "none", "raw")
 
 # The standard deviation of a Gaussian is this many median absolute deviations.
 MAD_TO_STD = 1.4826
-
-
-SPACES = ("linear", "log")
 
 
 @dataclass(frozen=True)
@@ -49,23 +38,48 @@ class ZScoreState:
     warmup_norms: Floats | None = None
 
 
-@dataclass(frozen=True)
-class LogZScoreState(ZScoreState):
-    """The statistics of `zscore(space="log")`, of logarithms: another type, so that none is taken for the other."""
+class ZTest(NamedTuple):
+    """How `zscore` and `window_zscore` judge a norm; see `zscore` for the settings."""
 
+    z_thresh: Any
+    eps: Any
+    clip_factor: Any
+    strategy: str
+    min_rel_std: Any
 
-def judge(
-    x: jax.Array, mean: jax.Array, std: jax.Array, z_max: jax.Array, eps: jax.Array, strategy: str
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The z-score of `x`, whether it is a spike, and what would be allowed then; scalars all."""
-    z = (x - mean) / (std + eps)
-    limit = mean + unfused(z_max * std)
-    if strategy == "max":
-        return z, x > limit, limit
-    if strategy == "mean":
-        return z, z > z_max, mean
-    # On a spike z > z_max, so the maximum is z itself; elsewhere it keeps 0/0 out.
-    return z, z > z_max, mean + z_max * std * z_max / jnp.maximum(z, z_max)
+    def check(self) -> None:
+        """Raises ValueError for a setting that is not accepted."""
+        check_number("z_thresh", self.z_thresh, "a number > 0", lambda x: x > 0)
+        check_number("eps", self.eps, "a number > 0", lambda x: x > 0)
+        check_number("clip_factor", self.clip_factor, "a number > 0", lambda x: x > 0)
+        check_number("min_rel_std", self.min_rel_std, "a number >= 0", lambda x: x >= 0)
+        check_choice("strategy", self.strategy, STRATEGIES)
+
+    def judge(
+        self, norm: jax.Array, mean: jax.Array, std: jax.Array, warming: jax.Array
+    ) -> tuple[Decision, jax.Array]:
+        """The decision on a norm, and the norm that would be allowed if it is a spike."""
+        z_max, eps = as_float(self.z_thresh), as_float(self.eps)
+        std = jnp.maximum(std, as_float(self.min_rel_std) * mean)
+        z = (norm - mean) / (std + eps)
+        above = mean + unfused(z_max * std)
+        if self.strategy == "max":
+            spike, limit, trigger = norm > above, above, above
+        else:
+            spike, trigger = z > z_max, mean + unfused(z_max * (std + eps))
+            # On a spike z > z_max, so the maximum is z itself; elsewhere it keeps 0/0 out.
+            reciprocal = mean + z_max * std * z_max / jnp.maximum(z, z_max)
+            limit = mean if self.strategy == "mean" else as_float(self.clip_factor) * reciprocal
+        fired = ~warming & spike
+        decision = Decision(
+            threshold=jnp.where(fired, limit, jnp.inf),
+            fired=fired,
+            trigger=jnp.where(warming, jnp.inf, trigger),
+            z_score=jnp.where(warming, 0.0, z),
+            mean=mean,
+            std=std,
+        )
+        return decision, limit
 
 
 @takes_schedules
@@ -81,7 +95,6 @@ def zscore(
     patience: Any = 25,
     robust_warmup: bool = False,
     min_rel_std: Any = 0.0,
-    space: str = "linear",
 ) -> Rule:
     r"""Limits a norm whose z-score exceeds `z_thresh`, the harder the further out it is.
 
@@ -120,13 +133,10 @@ def zscore(
       robust_warmup: end the warm-up with the median and 1.4826 times the median absolute deviation in
         place of mean and standard deviation, so that an outlier among the first norms does no harm. Keeps
         those norms in the state; `warmup_steps` must then be a Python int.
-      min_rel_std: the standard deviation never counts as less than this multiple of the mean; 0 is off. In
-        log space a standard deviation is relative as it is, and this is its least value.
-      space: `"log"` keeps mean and variance of the logarithms of the norms and judges by those, for norms with
-        a heavy tail. The statistics reported are then those of the logarithms.
+      min_rel_std: the standard deviation never counts as less than this multiple of the mean; 0 is off.
 
     Returns:
-      A `Rule` whose state is a `ZScoreState`, or a `LogZScoreState`.
+      A `Rule` whose state is a `ZScoreState`. For norms with a heavy tail put it into `in_log_space`.
 
     Raises:
       ValueError: an argument is outside the range given above.
@@ -144,89 +154,71 @@ def zscore(
       Kumar, Owen, Chowdhury, Güra, "ZClip: Adaptive Spike Mitigation for LLM Pre-Training",
       https://arxiv.org/abs/2504.02507, 2025.
     """
+    test = ZTest(z_thresh, eps, clip_factor, strategy, min_rel_std)
+    test.check()
     check_number("alpha", alpha, "a number in [0, 1)", lambda x: 0 <= x < 1)
-    check_number("z_thresh", z_thresh, "a number > 0", lambda x: x > 0)
-    check_number("eps", eps, "a number > 0", lambda x: x > 0)
     check_count("warmup_steps", warmup_steps, least=1)
-    check_number("clip_factor", clip_factor, "a number > 0", lambda x: x > 0)
-    check_number("min_rel_std", min_rel_std, "a number >= 0", lambda x: x >= 0)
-    check_choice("strategy", strategy, STRATEGIES)
     check_choice("absorb", absorb, ABSORB)
-    check_choice("space", space, SPACES)
-    log = space == "log"
+    check_flag("robust_warmup", robust_warmup)
     if patience is not None:
         check_count("patience", patience, least=1, accepted=" or None")
-    if robust_warmup and isinstance(warmup_steps, jax.core.Tracer):
-        raise ValueError(
-            "robust_warmup needs a warmup_steps that is a Python int, got a traced value; with "
-            "optax.inject_hyperparams name it in static_args"
-        )
+    if robust_warmup:
+        if isinstance(warmup_steps, jax.core.Tracer):
+            raise ValueError(
+                "robust_warmup needs a warmup_steps that is a Python int, got a traced value; with "
+                "optax.inject_hyperparams name it in static_args"
+            )
+        check_length("warmup_steps", int(warmup_steps), least=1)
 
     def init():
-        buffer = jnp.zeros(int(warmup_steps), jnp.result_type(float)) if robust_warmup else None
-        return (LogZScoreState if log else ZScoreState)(
+        return ZScoreState(
             num_norms=jnp.zeros((), jnp.int32),
             mean=as_float(jnp.zeros(())),
             var=as_float(jnp.zeros(())),
             spike_run=jnp.zeros((), jnp.int32),
-            warmup_norms=buffer,
+            warmup_norms=jnp.zeros(int(warmup_steps), jnp.result_type(float)) if robust_warmup else None,
         )
 
-    def update(norm, state, **extra_args):
+    def update(norm, state, /, **extra_args):
         del extra_args
         warming = state.num_norms < jnp.asarray(warmup_steps, jnp.int32)
-        mean, z_max = as_float(state.mean), as_float(z_thresh)
-        least_std = as_float(min_rel_std) if log else as_float(min_rel_std) * mean
-        std = jnp.maximum(safe_sqrt(as_float(state.var)), least_std)
-        # From here on `x` and `limit` are in the space of the statistics.
-        x = jnp.log(jnp.where(norm > 0, norm, 1.0)) if log else norm
-        z, spike, limit = judge(x, mean, std, z_max, as_float(eps), strategy)
-        if strategy == "reciprocal":
-            factor = as_float(clip_factor)
-            limit = limit + jnp.log(factor) if log else factor * limit
-        fired = ~warming & spike
-        spike_run = jnp.where(fired, state.spike_run + 1, 0)
-
-        decision = Decision(
-            threshold=jnp.where(fired, jnp.exp(limit) if log else limit, jnp.inf),
-            z_score=jnp.where(warming, 0.0, z),
-            fired=fired,
-            mean=mean,
-            std=std,
+        decision, limit = test.judge(norm, as_float(state.mean), safe_sqrt(as_float(state.var)), warming)
+        spike_run = jnp.where(decision.fired, increment(state.spike_run), 0)
+        as_is = ~decision.fired
+        if patience is not None:
+            as_is |= spike_run > jnp.asarray(patience, jnp.int32)
+        taken = norm if absorb == "raw" else jnp.where(as_is, norm, limit)
+        kept = ~as_is & (absorb == "none")
+        state = jax.tree.map(
+            lambda early, late, old: jnp.where(warming, early, jnp.where(kept, old, late)),
+            _collect(norm, state),
+            _absorb(taken, state, as_float(alpha)),
+            state,
         )
-        as_is = ~fired if patience is None else ~fired | (spike_run > jnp.asarray(patience, jnp.int32))
-        collected = collect(x, state)
-        absorbed = absorb_into_ema(x, limit, as_is, state)
-        state = jax.tree.map(lambda a, b: jnp.where(warming, a, b), collected, absorbed)
         return decision, dataclasses.replace(state, spike_run=spike_run)
 
-    def collect(x, state):
-        """Warm-up: Welford's running mean and population variance."""
-        num_norms = state.num_norms + 1
-        mean, var = as_float(state.mean), as_float(state.var)
-        new_mean = mean + (x - mean) / num_norms.astype(x.dtype)
-        new_var = var + (unfused((x - mean) * (x - new_mean)) - var) / num_norms.astype(x.dtype)
-        buffer = state.warmup_norms
-        if buffer is not None:
-            buffer = buffer.at[state.num_norms].set(x, mode="drop")
-            median = jnp.median(buffer)
-            mad = jnp.median(jnp.abs(buffer - median))
-            full = num_norms == warmup_steps
-            new_mean = jnp.where(full, median, new_mean)
-            new_var = jnp.where(full, jnp.square(unfused(MAD_TO_STD * mad)), new_var)
-        return dataclasses.replace(
-            state, num_norms=num_norms, mean=new_mean, var=new_var, warmup_norms=buffer
-        )
-
-    def absorb_into_ema(x, limit, as_is, state):
-        """Afterwards: exponential moving mean, then the variance around the new mean."""
-        decay = as_float(alpha)
-        taken = x if absorb == "raw" else jnp.where(as_is, x, limit)
-        mean = moving_mean(as_float(state.mean), taken, decay)
-        var = moving_mean(as_float(state.var), unfused(jnp.square(taken - mean)), decay)
-        new_state = dataclasses.replace(state, num_norms=state.num_norms + 1, mean=mean, var=var)
-        if absorb == "none":
-            return jax.tree.map(lambda new, old: jnp.where(as_is, new, old), new_state, state)
-        return new_state
-
     return Rule(init=init, update=update)
+
+
+def _collect(norm: jax.Array, state: ZScoreState) -> ZScoreState:
+    """Warm-up: Welford's running mean and population variance."""
+    num_norms = increment(state.num_norms)
+    mean, var = as_float(state.mean), as_float(state.var)
+    new_mean = mean + (norm - mean) / num_norms.astype(norm.dtype)
+    new_var = var + (unfused((norm - mean) * (norm - new_mean)) - var) / num_norms.astype(norm.dtype)
+    buffer = state.warmup_norms
+    if buffer is not None:
+        buffer = buffer.at[state.num_norms].set(norm, mode="drop")
+        median = jnp.median(buffer)
+        mad = jnp.median(jnp.abs(buffer - median))
+        full = num_norms == buffer.size
+        new_mean = jnp.where(full, median, new_mean)
+        new_var = jnp.where(full, jnp.square(unfused(MAD_TO_STD * mad)), new_var)
+    return dataclasses.replace(state, num_norms=num_norms, mean=new_mean, var=new_var, warmup_norms=buffer)
+
+
+def _absorb(norm: jax.Array, state: ZScoreState, decay: jax.Array) -> ZScoreState:
+    """Afterwards: exponential moving mean, then the variance around the new mean."""
+    mean = moving_mean(as_float(state.mean), norm, decay)
+    var = moving_mean(as_float(state.var), unfused(jnp.square(norm - mean)), decay)
+    return dataclasses.replace(state, num_norms=increment(state.num_norms), mean=mean, var=var)
