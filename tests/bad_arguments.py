@@ -103,7 +103,7 @@ def calls():
         for kind, value in no_rules.items():
             yield (
                 f"{taker} of no rule: {kind}",
-                Call(lambda make=make, x=value: make(x), ("rule must be a Rule",)),
+                Call(lambda make=make, x=value: start(make(x)), ("rule must be a Rule",)),
             )
 
     no_inner = {

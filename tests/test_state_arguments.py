@@ -4,6 +4,7 @@ import functools
 import inspect
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -40,9 +41,9 @@ def names_of_arguments():
         "key",
         "model",
         "batch",
-        "self",
-        "inner",
-        "hyperparams",
+        "global_norm",
+        "decision",
+        "outcome",
     }
     for module in {m for m in modules if m is not None}:
         for _, function in inspect.getmembers(module, inspect.isfunction):
@@ -230,5 +231,11 @@ def test_zero_norms_are_said_where_published_decisions_are_promised():
         outcome, state = decide(rule, norm, state)
     assert not bool(outcome.fired)
     assert int(state.num_norms) == 13
-    for promise in (zclip.__doc__, rules.zscore.__doc__):
-        assert re.search(r"\bzero\b", promise)
+    root = pathlib.Path(__file__).parents[1]
+    texts = [zclip.__doc__, *((root / name).read_text() for name in ("README.md", "docs/coming-from.md"))]
+    for text in texts:
+        assert "step for step" in text
+        assert re.search(r"\bzero\b", text[text.index("step for step") :][:600])
+    patience = rules.zscore.__doc__.partition("patience:")[2].partition("robust_warmup:")[0]
+    assert "None" in patience
+    assert "published" not in patience or "zero" in patience

@@ -23,13 +23,14 @@ from tests.transformations import (
     STEPS,
     TRANSFORMATIONS,
     assert_same,
+    clip_states,
     each,
     is_stacked,
     program,
     spec,
     whole_run,
 )
-from zclip_jax import ClipState, clip_by_rule, metrics, rules, unscale, zclip
+from zclip_jax import clip_by_rule, metrics, rules, unscale, zclip
 
 QUICK = [t for t in TRANSFORMATIONS if not t.slow]
 ELSEWHERE = ("chain", "skip", "Multi", "inject", "two")
@@ -47,12 +48,6 @@ def finite_steps():
     return [i for i in finite if any(x.any() for x in GRADS[i].values())]
 
 
-def ours(tree):
-    """The states of this package in `tree`; those of optax have types of their own under 64 bits."""
-    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
-    return [x for x in found if isinstance(x, ClipState)]
-
-
 @each(QUICK)
 @pytest.mark.parametrize("made", ["x32", "x64"])
 def test_x64_keeps_the_types_of_a_state(name, made):
@@ -62,7 +57,7 @@ def test_x64_keeps_the_types_of_a_state(name, made):
         state = this.tx.init(PARAMS)
     with enable_x64(True):
         after, (updates, _) = jax.eval_shape(this.eager, state, GRADS[1], LOSS[1])
-        assert spec(ours(after)) == spec(ours(state))
+        assert spec(clip_states(after)) == spec(clip_states(state))
         if name in OURS:
             wide = jax.tree.map(np.float64, GRADS[1])
             updates, after = jax.eval_shape(lambda s: this.tx.update(wide, s, value=1.0), state)
