@@ -163,19 +163,25 @@ def gradient_stabilizer_oracle(norms, decay1=0.6, decay2=0.999):
     return np.array(allowed)
 
 
-def level_oracle(norms, multiple=1.65, alpha=0.95, patience=25):
-    mean, count, off, allowed = 0.0, 0, 0, []
+def level_oracle(norms, multiple=1.65, alpha=0.95, patience=25, num_std=2.9):
+    mean, rise, count, off, allowed = 0.0, 0.0, 0, 0, []
     for n in norms:
-        excess = (multiple - 1) * (1 + 1 / max(count, 1)) * mean
-        fired = count > 0 and n > mean + excess
+        if count == 0:
+            mean, count = n, 1
+            allowed.append(np.inf)
+            continue
+        width = max(multiple, np.exp(num_std * np.sqrt(2 * np.pi) * rise))
+        excess = (width - 1) * (1 + 1 / count) * mean
+        fired = n > mean + excess
         allowed.append(mean + excess**2 / (n - mean) if fired else np.inf)
-        off = off + 1 if fired or n < mean / 2 else max(off - 1, 0)
-        if count == 0 or off > patience:
+        weight = max(0.01, 1 / (count + 4)) / (1 + max(off, 0))
+        rise += weight * (min(max(np.log(n / mean), 0), np.log(width)) - rise)
+        off += 1 if fired else -1 if n < mean / 2 else -np.sign(off)
+        decay = min(alpha, count / (count + 3))
+        mean = decay * mean + (1 - decay) * min(n, allowed[-1], 2 * mean)
+        count += 1
+        if abs(off) > patience:
             mean, count, off = n, 1, 0
-        else:
-            decay = min(alpha, count / (count + 3))
-            mean = decay * mean + (1 - decay) * min(n, allowed[-1])
-            count += 1
     return np.array(allowed)
 
 
@@ -227,6 +233,7 @@ RULES = [
     RuleCase("ema", rules.ema, ema_oracle, {"b": 0.2}),
     RuleCase("level", rules.level, level_oracle),
     RuleCase("level-1.3,0.9,3", rules.level, level_oracle, {"multiple": 1.3, "alpha": 0.9, "patience": 3}),
+    RuleCase("level-0", rules.level, level_oracle, {"num_std": 0.0}),
     RuleCase("percentile", rules.percentile, percentile_oracle, {"p": 10.0, "window": 50}),
     RuleCase("window_zscore", rules.window_zscore, window_oracle, {"window": 40}),
     RuleCase(

@@ -27,7 +27,8 @@ ALLOWED = {
         {"_typing", "_numerics", "_checks", "_rule", "_norm", "_groups", "_flax", "_state", "_frame"},
         {"jax", "optax"},
     ),
-    "_transplant": ({"_typing", "_state"}, {"jax"}),
+    "_units": ({"_state", "rules"}, {"jax", "numpy"}),
+    "_transplant": ({"_typing", "_units"}, {"jax", "numpy"}),
     "_presets": ({"_checks", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
     "_metrics": ({"_rule", "_state", "_skip"}, {"jax"}),
     # Packages of the extra `replay` come through `_extras`.

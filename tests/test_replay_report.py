@@ -144,7 +144,7 @@ def test_a_rule_by_name_decides_as_the_one_made_by_hand(text, by_hand):
         ("at_most", "no rule is called 'at_most'; there are " + ", ".join(NAMES)),
         (
             "level:z_thresh=3",
-            "level has no setting 'z_thresh'; it has multiple, alpha, patience, max_grad_norm",
+            "level has no setting 'z_thresh'; it has multiple, alpha, patience, num_std, max_grad_norm",
         ),
         ("fixed:=1", "fixed has no setting ''; it has max_norm, max_grad_norm"),
         ("fixed", "fixed needs max_norm, as in fixed:max_norm=1"),

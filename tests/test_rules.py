@@ -59,6 +59,28 @@ def test_oracle(case, trace, x64, strict):
     np.testing.assert_allclose(outcomes.clip_scale, scale, rtol=1e-9)
 
 
+@each_rule
+def test_a_rule_fires_above_its_trigger_and_nowhere_else(case, x64):
+    """On the norms themselves, and on others in their place; losses say nothing here."""
+
+    def step(state, norm):
+        outcome, new_state = decide(rule, norm, state, value=2.0)
+        trigger = jnp.where(jnp.isfinite(outcome.trigger), outcome.trigger, 1e15)
+        others = [decide(rule, trigger * part, state, value=2.0)[0] for part in (1 - 1e-6, 1 + 1e-6)]
+        return new_state, (outcome, [other.fired for other in others], [other.trigger for other in others])
+
+    rule = case()
+    scan = jax.jit(lambda norms: jax.lax.scan(step, rule.init(), norms)[1])
+    for norms in TRACES.values():
+        outcome, (below, above), triggers = scan(jnp.asarray(norms))
+        clear = np.abs(norms / outcome.trigger - 1) > 1e-9  # of rounding
+        np.testing.assert_array_equal(outcome.fired[clear], (norms > outcome.trigger)[clear])
+        assert not np.any(below)
+        np.testing.assert_array_equal(above, np.isfinite(outcome.trigger))
+        for other in triggers:  # no norm moves its own trigger
+            np.testing.assert_array_equal(other, outcome.trigger)
+
+
 @each_kind
 def test_state_keeps_structure_shapes_and_types(case, strict):
     rule = case()

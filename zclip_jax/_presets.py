@@ -124,6 +124,7 @@ def levelclip(
     alpha: Any = 0.95,
     max_grad_norm: Any = 1.0,
     patience: Any = 25,
+    num_std: Any = 2.9,
     *,
     prior_norms: Any = None,
     granularity: Granularity = "global",
@@ -139,10 +140,11 @@ def levelclip(
     `zclip` on recorded runs stands under "Fewer false alarms" in the documentation.
 
     Args:
-      multiple: of the moving mean, above which a norm is a spike.
+      multiple: of the moving mean, above which a norm is a spike unless the run has a heavy tail.
       alpha: decay of the mean once the run has got long.
       max_grad_norm: cap on the norm of every step, the first included; None for no cap.
       patience: steps off the level after which the rule begins again at the new one.
+      num_std: standard deviations of the run's own tail within which a norm is no spike; 0 for the multiple alone.
       prior_norms: see `clip_by_rule`.
       granularity: see `clip_by_rule`; the cap then holds for each group.
       stacked: see `clip_by_rule`.
@@ -158,7 +160,7 @@ def levelclip(
     """
     check_cap(max_grad_norm)
     return clip_by_rule(
-        rules.at_most(rules.level(multiple, alpha, patience), max_grad_norm),
+        rules.at_most(rules.level(multiple, alpha, patience, num_std), max_grad_norm),
         prior_norms=prior_norms,
         granularity=granularity,
         stacked=stacked,

@@ -1,21 +1,25 @@
 """Carries optimizer state from one chain into another."""
 
-import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from zclip_jax._state import TOTALS, ClipState
 from zclip_jax._typing import PyTree
+from zclip_jax._units import Unit, check_tree, check_types, find_units, match, path_name, same, undo
 
 
 class TransplantReport(NamedTuple):
     """What `transplant` did; paths and state names, one string each.
 
+    Each state of the new chain is in `carried` or in `fresh`, each of the old in `carried` or in `dropped`, alone
+    or as part of one around it.
+
     Args:
-      carried: states of the new chain that took over those of the old.
+      carried: states of the new chain that took over those of the old, and what is not certain about it.
       fresh: states of the new chain that stay as `init` made them, and why.
       dropped: states of the old chain that nothing took over.
     """
@@ -28,19 +32,29 @@ class TransplantReport(NamedTuple):
 def transplant(old_opt_state: PyTree, new_opt_state: PyTree) -> tuple[PyTree, TransplantReport]:
     """Moves what fits of an optimizer state into that of another chain.
 
-    For a run that is resumed with `zclip()` where it had none before, without it, or with another rule: Adam's
-    moments, counts and schedules go on, and so does a clip state whose rule keeps the same statistics. A state
-    of the new chain takes the first state of the same type and the same arrays that the old chain still has,
-    wrappers such as `MultiSteps` whole where they agree whole; otherwise what is inside of them is carried, and
-    the arrays of their own that have the same shape. Where only the types agree (another model, another rule)
-    the new state stays fresh; of a clip state the totals are carried all the same.
+    For a run that is resumed with `zclip()` where it had none before, without it, or with other settings: Adam's
+    moments, counts and schedules go on. A state of the new chain takes the first state of the same type and the
+    same arrays that the old chain still has, whole or not at all; what is inside of a wrapper such as `MultiSteps`
+    finds its own way. Numbers kept in a state, such as those of `optax.inject_hyperparams`, are carried too.
+
+    The statistics of a rule go on where the new rule keeps the same, inside other rules too. Where its numbers
+    have become schedules, these begin at the number of norms seen so far. Another rule begins afresh, and only the
+    totals of its `ClipState` are carried. Statistics of groups go to as many groups, in the same order: a state
+    does not hold their names, and the report says so.
+
+    Arrays, dicts and tuples without a type of their own, as states of transformations, are carried by their
+    shapes; not where these leave a choice.
 
     Args:
-      old_opt_state: the state to carry from, restored into the structure of the old chain.
-      new_opt_state: the state to carry into, from the new chain's `init`.
+      old_opt_state: the state to carry from, restored into the structure of the old chain; an `nnx.Optimizer` or
+        its `opt_state` too, but not what `nnx.state` gives, which has no types.
+      new_opt_state: the state to carry into, from the new chain's `init`; or a new `nnx.Optimizer`.
 
     Returns:
-      The new state, of the structure of `new_opt_state`, and a `TransplantReport`.
+      The new state, of the structure, shapes and dtypes of `new_opt_state`, and a `TransplantReport`.
+
+    Raises:
+      ValueError: one of the two is no optimizer state, or has lost the types of the states in it.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -53,120 +67,109 @@ def transplant(old_opt_state: PyTree, new_opt_state: PyTree) -> tuple[PyTree, Tr
       >>> report.carried, report.fresh
       (('1/0 ScaleByAdamState',), ('0 ClipState: the old chain has none',))
     """
-    old_nodes = list(_named_nodes(old_opt_state, ()))
-    wanted = [_spec(new) for _, new in _named_nodes(new_opt_state, ())]
-    taken: set[int] = set()  # ids of the nodes that went to the new chain, and of those inside them
-    carried: list[str] = []
-    fresh: list[str] = []
+    check_tree("old_opt_state", old_opt_state)
+    check_tree("new_opt_state", new_opt_state)
+    old_units, new_units = list(find_units(old_opt_state)), list(find_units(new_opt_state))
+    check_types("old_opt_state", old_opt_state, new_units)
+    check_types("new_opt_state", new_opt_state, old_units)
+    outside = (
+        [x for x in units if x.around is None or not x.around.is_clip] for units in (old_units, new_units)
+    )
+    match(*outside)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(new_opt_state)
+    values = dict(leaves)
+    for new in new_units:
+        if new.is_clip and new.partner is not None and not new.covered:
+            match(new.partner.inside, new.inside)
+            if not _same_rule(new):
+                undo(new.inside)
+    for new in new_units:
+        if new.partner is not None:
+            values |= {new.path + key: x for key, x in new.partner.own.items()}
+        elif (clip := _schedule_in(new)) is not None:
+            values |= {new.path + key: _norms_seen(clip) for key in new.own}
 
-    def take(node: Any) -> Any:
-        taken.update(id(inside) for _, inside in _named_nodes(node, ()))
-        return node
-
-    def find(new: Any, same_arrays: bool) -> Any:
-        for _, old in old_nodes:
-            if type(old).__name__ != type(new).__name__ or id(old) in taken:
-                continue
-            # What fits another state whole is not given away in parts.
-            if _spec(old) == _spec(new) if same_arrays else _spec(old) not in wanted:
-                return old
-        return None
-
-    def place(new: Any, path: tuple[Any, ...]) -> Any:
-        if not _is_named(new):
-            children, structure = _one_level(new)
-            return (
-                structure.unflatten([place(child, path + key) for key, child in children])
-                if children
-                else new
-            )
-        if not jax.tree.leaves(new):
-            return new
-        name = _name(path, new)
-        old = find(new, same_arrays=True)
-        if old is not None:
-            carried.append(name)
-            return take(old)
-        old = find(new, same_arrays=False)
-        why = "the old chain has none" if old is None else "the old one holds other arrays"
-        if isinstance(new, ClipState):
-            fresh.append(f"{name}: {why}")
-            if old is None or jnp.shape(old.num_steps) != jnp.shape(new.num_steps):
-                return new
-            fresh[-1] += ", only its totals are carried"
-            take(old)
-            return dataclasses.replace(new, **{total: getattr(old, total) for total in TOTALS})
-        children, structure = _one_level(new)
-        if not any(_holds_named(child) for _, child in children):
-            fresh.append(f"{name}: {why}")
-            return new
-        # A wrapper: what is inside finds its own way, and its own arrays come from one of its kind.
-        own = (
-            {}
-            if old is None
-            else {key: child for key, child in _one_level(old)[0] if not _holds_named(child)}
-        )
-        if old is not None:
-            taken.add(id(old))
-        placed = []
-        for key, child in children:
-            if _holds_named(child):
-                placed.append(place(child, path + key))
-            elif key in own and _spec(own[key]) == _spec(child):
-                placed.append(own[key])
-            else:
-                placed.append(child)
-                if jax.tree.leaves(child):
-                    fresh.append(f"{_name(path + key, child)} of {type(new).__name__}")
-        return structure.unflatten(placed)
-
-    state = place(new_opt_state, ())
-    dropped = tuple(_name(path, old) for path, old in _units(old_opt_state, ()) if id(old) not in taken)
-    return state, TransplantReport(tuple(carried), tuple(fresh), dropped)
+    held: set[int] = set()
+    for path, like in leaves:
+        x = values[path] if values[path] is like else _as(values[path], like)
+        # One buffer in two places could not be donated.
+        values[path] = x.copy() if id(x) in held and hasattr(x, "copy") else x
+        held.add(id(x))
+    return structure.unflatten(values.values()), _report(old_units, new_units)
 
 
-def _is_named(x: Any) -> bool:
-    """Whether `x` is a state with a type of its own: a NamedTuple or a dataclass."""
-    return hasattr(x, "_fields") or (dataclasses.is_dataclass(x) and not isinstance(x, type))
+def _as(x: Any, like: Any) -> Any:
+    dtype = getattr(like, "dtype", jnp.result_type(like))
+    return x if isinstance(x, jax.Array) and x.dtype == dtype else np.asarray(x, dtype)
 
 
-def _units(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Paths and nodes of the named states with arrays that are no wrappers of others."""
-    children = [] if isinstance(tree, jax.Array) or tree is None else _one_level(tree)[0]
-    wraps = any(_holds_named(child) for _, child in children) and not isinstance(tree, ClipState)
-    if _is_named(tree) and jax.tree.leaves(tree) and not wraps:
-        yield path, tree
-        return
-    for key, child in children:
-        if child is not tree:
-            yield from _units(child, path + key)
+def _same_rule(clip: Unit) -> bool:
+    """Whether a matched clip state goes on with some of the old statistics, or neither has any."""
+    rules = (clip.inside, clip.partner.inside if clip.partner is not None else [])
+    new, old = ([unit for unit in rule if not unit.is_schedule] for rule in rules)
+    return any(unit.partner is not None for unit in new) or not (new or old)
 
 
-def _holds_named(x: Any) -> bool:
-    return next(_named_nodes(x, ()), None) is not None
+def _schedule_in(new: Unit) -> Unit | None:
+    """The old clip state, if `new` is a schedule that its rule had not and the rule goes on."""
+    clip = new.around if new.is_schedule else None
+    return clip.partner if clip is not None and clip.partner is not None and _same_rule(clip) else None
 
 
-def _one_level(x: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], Any]:
-    """The children of a node with their keys, and how to put the node together again."""
-    return jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
+def _norms_seen(clip: Unit) -> Any:
+    """The norms that the rule has seen: as its schedules count, or else as it or the totals do, whichever is more."""
+    in_rule = [(path_name(key[:1]), x) for unit in clip.inside for key, x in unit.own.items()]
+    scheduled = [x for name, x in in_rule if name == "num_updates"]
+    if scheduled:
+        return scheduled[0]
+    totals = {path_name(key[:1]): x for key, x in clip.own.items()}
+    absorbed = [x for name, x in in_rule if name == "num_norms"]
+    return functools.reduce(jnp.maximum, absorbed, totals["num_steps"] - totals["num_nonfinite"])
 
 
-def _named_nodes(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Paths and nodes of all named states with arrays, outer ones first."""
-    if _is_named(tree) and jax.tree.leaves(tree):
-        yield path, tree
-    if isinstance(tree, jax.Array) or tree is None:
-        return
-    for key, child in _one_level(tree)[0]:
-        if child is not tree:
-            yield from _named_nodes(child, path + key)
+def _report(old_units: list[Unit], new_units: list[Unit]) -> TransplantReport:
+    for unit in (*old_units, *new_units):
+        if unit.partner is None and not unit.typed and any(item.partner is not None for item in unit.inside):
+            unit.covered = True  # a plain tuple or dict of which each item has a line
+        elif unit.partner is None and (unit.is_clip or not unit.typed):
+            for part in unit.inside:
+                part.covered = True
+    carried, fresh = [], []
+    for new in new_units:
+        anew = new.is_clip and new.partner is not None and new.inside and not _same_rule(new)
+        for part in new.inside if anew else ():
+            part.covered = True
+        if new.covered:
+            continue
+        if anew:
+            fresh.append(f"{new.name}: the old one has other statistics, only its totals are carried")
+        elif new.partner is not None:
+            carried.append(", ".join([new.name, *_doubts(new)]))
+        elif _schedule_in(new) is not None:
+            carried.append(f"{new.name}, at the norms seen so far")
+        else:
+            fresh.append(f"{new.name}: {_why(new, old_units)}")
+    dropped = (old.name for old in old_units if old.partner is None and not old.covered)
+    return TransplantReport(tuple(carried), tuple(fresh), tuple(dropped))
 
 
-def _name(path: Any, state: Any) -> str:
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return f"{name} {type(state).__name__}".strip() if _is_named(state) else name
+def _why(new: Unit, old_units: list[Unit]) -> str:
+    clip = new.around.partner if new.around is not None else None
+    where, there = ("chain", old_units) if clip is None else ("rule", clip.inside)
+    alike = [old for old in there if old.kind == new.kind]
+    left = [old for old in alike if old.partner in (None, new)]
+    if not left:
+        return f"the old {where} has none{' left' if alike else ''}"
+    if not new.typed and any(same(new, old) for old in left):
+        return "not certain which of the old ones it is"
+    return "the old one holds other arrays"
 
 
-def _spec(tree: Any) -> Any:
-    leaves = [(jnp.shape(x), jnp.result_type(x)) for x in jax.tree.leaves(tree)]
-    return jax.tree.structure(tree), leaves
+def _doubts(new: Unit) -> Iterator[str]:
+    parts = [new, *(part for part in new.inside if part.covered)]
+    if not all(part.typed for part in parts):
+        yield "by its shape, since it has no type"
+    if groups := [n for part in parts if part.is_clip for n in jnp.shape(next(iter(part.own.values())))]:
+        yield f"provided that its {groups[0]} groups are those of the old chain"
+    if any(path_name(key).startswith("hyperparams") for part in parts for key in part.own):
+        yield "with the old hyperparameters"

@@ -1,18 +1,12 @@
 """The rules: each looks at one gradient norm and says what norm is allowed."""
 
 from zclip_jax.rules.adagc import AdaGCState, adagc
-from zclip_jax.rules.combinators import (
-    LogSpaceState,
-    LossAwareState,
-    at_most,
-    bounded,
-    in_log_space,
-    loss_aware,
-)
+from zclip_jax.rules.combinators import LossAwareState, at_most, bounded, loss_aware
 from zclip_jax.rules.ema import EmaState, ema
 from zclip_jax.rules.fixed import fixed
 from zclip_jax.rules.gradient_stabilizer import GradientStabilizerState, gradient_stabilizer
 from zclip_jax.rules.level import LevelState, level
+from zclip_jax.rules.log_space import LogSpaceState, in_log_space
 from zclip_jax.rules.percentile import PercentileState, percentile
 from zclip_jax.rules.sigma_skip import SigmaSkipState, sigma_skip
 from zclip_jax.rules.window_zscore import WindowState, window_zscore

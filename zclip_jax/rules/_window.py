@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._numerics import INT32_MAX, safe_sqrt
+from zclip_jax._numerics import INT32_MAX, as_float, safe_sqrt
 
 
 def push(buffer: jax.Array, count: jax.Array, x: jax.Array) -> jax.Array:
     """`buffer` `[window]` with its oldest entry, or its next free one, replaced; `count` were pushed before."""
-    return buffer.at[count % buffer.size].set(x)
+    return buffer.at[count % buffer.size].set(x.astype(buffer.dtype))
 
 
 def count_on(count: jax.Array, window: int) -> jax.Array:
@@ -18,7 +18,7 @@ def count_on(count: jax.Array, window: int) -> jax.Array:
 
 def mean_and_std(buffer: jax.Array, count: jax.Array, ddof: int = 0) -> tuple[jax.Array, jax.Array]:
     """Of the entries pushed so far, in two passes over them: running sums would drift, and go negative."""
-    held = jnp.minimum(count, buffer.size)
+    buffer, held = as_float(buffer), jnp.minimum(count, buffer.size)
     used = jnp.arange(buffer.size, dtype=jnp.int32) < held
     mean = jnp.sum(jnp.where(used, buffer, 0.0)) / jnp.maximum(held, 1).astype(buffer.dtype)
     squares = jnp.sum(jnp.where(used, jnp.square(buffer - mean), 0.0))

@@ -5,7 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zclip_jax._checks import check_count, check_number
-from zclip_jax._numerics import as_float, increment, moving_mean
+from zclip_jax._numerics import as_float, increment, moving_mean, safe_sqrt, unfused
 from zclip_jax._rule import Decision, Rule
 from zclip_jax._typing import FloatScalar, IntScalar, dataclass
 from zclip_jax.rules._schedules import takes_schedules
@@ -79,16 +79,18 @@ def adagc(lam: Any = 1.05, decay: Any = 0.98, warmup_steps: Any = 100, warmup_ma
         # During the warm-up every tensor is scaled as the whole is.
         share = norm / jnp.where(whole > 0, whole, 1.0)
         first, mean = state.num_norms == 0, as_float(state.ema)
-        threshold = jnp.where(
-            warming,
-            jnp.where(whole > as_float(warmup_max_norm), as_float(warmup_max_norm) * share, jnp.inf),
-            as_float(lam) * mean,
-        )
+        cap, limit = as_float(warmup_max_norm), as_float(lam) * mean
+        threshold = jnp.where(warming, jnp.where(whole > cap, cap * share, jnp.inf), limit)
+        # What the other tensors leave of the cap.
+        others = jnp.maximum(unfused(jnp.square(whole)) - unfused(jnp.square(norm)), 0.0)
+        left = safe_sqrt(jnp.maximum(unfused(jnp.square(cap)) - others, 0.0))
         fired = norm > threshold
         clipped = jnp.minimum(norm, threshold)
         least = jnp.where(first, clipped, jnp.minimum(mean, clipped))
         moved = moving_mean(mean, clipped, as_float(decay))
-        decision = Decision(threshold=threshold, fired=fired, trigger=threshold, mean=mean)
+        decision = Decision(
+            threshold=threshold, fired=fired, trigger=jnp.where(warming, left, limit), mean=mean
+        )
         return decision, AdaGCState(
             num_norms=increment(state.num_norms), ema=jnp.where(warming, least, moved)
         )

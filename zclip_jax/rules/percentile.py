@@ -73,11 +73,11 @@ def percentile(p: Any = 10.0, window: Any = 1000) -> Rule:
 
     def update(norm, state, /, **extra_args):
         del extra_args
-        count, ordered = state.num_norms, state.sorted_norms
+        count, ordered = state.num_norms, as_float(state.sorted_norms)
         index = jnp.arange(window, dtype=jnp.int32)
 
         # Once the window is full its oldest entry leaves: everything behind it moves up.
-        oldest = jnp.sum(ordered < state.norms[count % window], dtype=jnp.int32)
+        oldest = jnp.sum(ordered < as_float(state.norms)[count % window], dtype=jnp.int32)
         moved_up = jnp.append(ordered[1:], jnp.inf)
         ordered = jnp.where((count >= window) & (index >= oldest), moved_up, ordered)
 

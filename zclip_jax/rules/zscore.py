@@ -208,9 +208,9 @@ def _collect(norm: jax.Array, state: ZScoreState) -> ZScoreState:
     new_var = var + (unfused((norm - mean) * (norm - new_mean)) - var) / num_norms.astype(norm.dtype)
     buffer = state.warmup_norms
     if buffer is not None:
-        buffer = buffer.at[state.num_norms].set(norm, mode="drop")
-        median = jnp.median(buffer)
-        mad = jnp.median(jnp.abs(buffer - median))
+        buffer = buffer.at[state.num_norms].set(norm.astype(buffer.dtype), mode="drop")
+        median = as_float(jnp.median(buffer))
+        mad = jnp.median(jnp.abs(as_float(buffer) - median))
         full = num_norms == buffer.size
         new_mean = jnp.where(full, median, new_mean)
         new_var = jnp.where(full, jnp.square(unfused(MAD_TO_STD * mad)), new_var)
