@@ -21,7 +21,7 @@ from flax import nnx
 
 import zclip_jax
 from tests.bad_arguments import CALLS
-from tests.transformations import BY_NAME, GRADS, LOSS, PARAMS, TRANSFORMATIONS, assert_same, each
+from tests.transformations import BY_NAME, GRADS, LOSS, PARAMS, TRANSFORMATIONS, assert_same, each, mark_slow
 from zclip_jax import clip_by_rule, decide, group_names, metrics, rules, skip_by_rule, zclip
 
 QUICK = [t for t in TRANSFORMATIONS if not t.slow]
@@ -78,7 +78,7 @@ def test_extra_arguments_of_others_pass(name):
     assert str(jax.make_jaxpr(given)(GRADS[0], state, PARAMS)) == str(want)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@mark_slow("name", NAMES, ["norm", "rule", "global_norm", "decision", "axis_name"])
 def test_each_extra_argument_alone(name):
     for tx in (
         clip_by_rule(rules.adagc(), granularity="leaf"),

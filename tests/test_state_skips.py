@@ -10,7 +10,7 @@ import pytest
 from optax import contrib
 
 from tests.cases import LOSSES, TRACES
-from tests.transformations import ONE_OF_A_KIND, assert_same, bits
+from tests.transformations import ONE_OF_A_KIND, assert_same, bits, mark_slow
 from zclip_jax import Decision, Rule, clip_by_rule, decide, metrics, rules, skip_by_rule, zclip
 
 
@@ -83,11 +83,14 @@ def read_by_schedules(state, inside=False):
     return [flag for child in children for flag in read_by_schedules(child, inside)]
 
 
+QUICK = ("adam with a schedule", "noise", "MultiSteps", "inject around clips", "skip")
+
+
 def inner_and_advance():
-    """In the quick part mostly with `advance_counts`; that all is held otherwise, test_skip.py checks too."""
+    """Those of the quick part advance counts; that all is held otherwise, test_skip.py checks too."""
     for name in INNER:
         for advance in (True, False):
-            marks = pytest.mark.slow if not advance and name not in ("clips", "skip", "noise") else ()
+            marks = () if advance and name in QUICK else pytest.mark.slow
             yield pytest.param(
                 name, advance, id=f"{name}-{'advance_counts' if advance else 'hold'}", marks=marks
             )
@@ -133,7 +136,7 @@ RATES = {
 
 
 @pytest.mark.parametrize("advance", [False, True], ids=["hold", "advance_counts"])
-@pytest.mark.parametrize("name", RATES)
+@mark_slow("name", RATES, ["sgd", "inject_hyperparams", "masked"])
 def test_the_learning_rate_behind_skipped_steps(name, advance):
     """By the training step where counts advance, else by the number of steps applied."""
     tx = skip_by_rule(RATES[name](), rules.fixed(100.0), advance_counts=advance)
@@ -274,8 +277,8 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("far", [0.0, 1e3, -50.0])
+@mark_slow("pattern", PATTERNS, ["starts", "stops and starts", "every tenth"])
+@mark_slow("far", [0.0, 1e3, -50.0], [1e3])
 def test_losses_now_and_then_change_no_decision_on_norms(pattern, far):
     """Steady losses, near zero or far from it, given at some steps only, fire nothing that norms alone do not."""
     want = run(NORMS, [None] * 300)
@@ -311,9 +314,10 @@ def test_a_spike_of_the_loss_is_seen_however_late_losses_come(start):
     assert not got.fired[start + 1]
 
 
-@pytest.mark.parametrize("case", ONE_OF_A_KIND, ids=[case.name for case in ONE_OF_A_KIND])
-def test_loss_aware_leaves_the_statistics_of_its_rule_alone(case):
+@mark_slow("name", [case.name for case in ONE_OF_A_KIND], ["percentile", "sigma_skip", "level"])
+def test_loss_aware_leaves_the_statistics_of_its_rule_alone(name):
     """Whatever the losses are; and a step whose loss is no number has the threshold of the rule."""
+    case = next(case for case in ONE_OF_A_KIND if case.name == name)
     losses = LOSSES[:120].astype(np.float32)
     losses[[0, 30, 31, 80]] = [np.nan, np.nan, np.inf, -np.inf]
     norms = NORMS[:120]

@@ -37,7 +37,7 @@ def injected(learning_rate, z_thresh):
 
 KINDS = {case.make: case.name for case in reversed(RULES)}
 ONE_OF_A_KIND = [case for case in RULES if KINDS[case.make] == case.name or "robust_warmup" in case.kwargs]
-BY_LAYER = ("percentile", "adagc")
+BY_LAYER = ("adagc",)
 SKIPPING = ("sigma_skip",)
 SLOW = (
     "zclip",
@@ -50,6 +50,7 @@ SLOW = (
     "at_most of a window",
     "bounded window",
     "loss_aware window",
+    "three combinators",
     "skip around a chain",
     "skip in a chain",
     "skip around MultiSteps",
@@ -136,8 +137,16 @@ BY_NAME = {transformation.name: transformation for transformation in TRANSFORMAT
 
 def each(transformations):
     """Parametrizes a test by the name of a transformation."""
+    return mark_slow(
+        "name", [t.name for t in transformations], [t.name for t in transformations if not t.slow]
+    )
+
+
+def mark_slow(argument, names, quick):
+    """Parametrizes a test by names, of which all but the `quick` ones are slow."""
+    slow = pytest.mark.slow
     return pytest.mark.parametrize(
-        "name", [pytest.param(t.name, marks=pytest.mark.slow) if t.slow else t.name for t in transformations]
+        argument, [n if n in quick else pytest.param(n, marks=slow) for n in names]
     )
 
 
