@@ -6,6 +6,9 @@ OLDEST ?= .venv-oldest
 INTEGRATION ?= .venv-integration
 BIN := $(VENV)/bin
 
+# Two workers with a half of the tests each, so that what neighbouring tests share is made once.
+PYTEST := -m pytest -n 2 --dist worksteal
+
 # The tests that need no extra but `test`.
 CORE := $(filter-out tests/test_checkpoint.py tests/test_llama% tests/test_optax% tests/test_readers% tests/test_replay_% tests/test_transplant_flax.py,$(wildcard tests/test_*.py))
 
@@ -15,7 +18,7 @@ train: $(VENV)/.examples  ## train a small LLaMA with zclip
 	$(BIN)/python examples/llama/train.py $(ARGS)
 
 test: $(VENV)/.dev  ## every test
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python $(PYTEST) $(ARGS)
 
 check: lint types test docs  ## everything that must pass
 
@@ -36,7 +39,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 
 test-oldest: $(OLDEST)/.pinned  ## the core's tests with the oldest versions that pyproject.toml accepts
-	$(OLDEST)/bin/python -m pytest -n 2 $(CORE) zclip_jax
+	$(OLDEST)/bin/python $(PYTEST) $(CORE) zclip_jax
 
 integration: $(INTEGRATION)/.integration  ## zclip inside a third-party trainer
 	PYTHONPATH=. $(INTEGRATION)/bin/python tests/integration/tunix_trainer.py

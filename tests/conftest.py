@@ -1,9 +1,19 @@
-"""Settings that must stand before JAX is imported: eight CPU devices and checked signatures."""
+"""Settings that must stand before JAX is imported: eight CPU devices, a compilation cache, checked signatures."""
 
+import atexit
 import os
+import tempfile
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+# Most of the tests' time is compilation. What one process has compiled, its siblings and children load. The
+# folder is deleted at the end, since a killed process may leave a damaged file; name one to keep it for a rerun.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = tempfile.TemporaryDirectory(prefix="zclip-jax-compiled-", ignore_cleanup_errors=True)
+    atexit.register(compiled.cleanup)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled.name
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jaxtyping
 

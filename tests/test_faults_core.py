@@ -274,7 +274,7 @@ WRONG = {
     "zclip(granularity=3)": "granularity must be 'global', 'leaf' or a function of a leaf's key path, got 3",
     "zclip(axis_name=3)": "axis_name must be a string, a tuple of strings or None, got 3",
     "optax.inject_hyperparams(zclip)(granularity=lambda path: 1.0).init(1.0)": "unless static_args names its",
-    "levelclip(0.5)": "multiple must be a number > 1, got 0.5",
+    "levelclip(multiple=0.5)": "multiple must be a number > 1, got 0.5",
     "clip_by_rule(rules.zscore)": "rule must be a Rule such as rules.zscore(), got <function zscore",
     "rules.at_most(rules.zscore, 1.0)": "rule must be a Rule such as rules.zscore(), got <function zscore",
     "rules.percentile(window=10**9)": "window must be at most 10,000,000",

@@ -15,15 +15,17 @@ import pytest
 
 from tests import test_llama_train as llama
 
-environment, text = llama.environment, llama.text  # fixtures
+text = llama.text  # a fixture
 
 FLAGS = {"steps": 30, "spike_steps": [12, 24], "eval_every": 15, "save_every": 15}
 NEVER = {"steps": 100_000, "save_every": 100_000, "eval_every": 100_000}
+FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"  # to compile
+UNFINISHED = "ignore:Error reading persistent compilation cache"  # the others read what the first one writes
 Start = Callable[..., list[subprocess.Popen[str]]]
 
 
 @pytest.fixture
-def start(environment: dict[str, str]) -> Iterator[Start]:
+def start() -> Iterator[Start]:
     """Starts processes that tell each other from their flags, from JAX's variables or as SLURM's tasks."""
     started = []
     # JAX warns of proxies.
@@ -54,7 +56,7 @@ def start(environment: dict[str, str]) -> Iterator[Start]:
                     "SLURM_LOCALID": index,
                     "JAX_COORDINATOR_PORT": port,
                 }
-            variables |= environment | {"PYTHONPATH": llama.ROOT, "XLA_FLAGS": ""}
+            variables |= {"PYTHONPATH": llama.ROOT, "XLA_FLAGS": FAST, "PYTHONWARNINGS": UNFINISHED}
             process = subprocess.Popen(
                 [sys.executable, str(llama.SCRIPT), *given, *flags],
                 env=inherited | {name: str(value) for name, value in variables.items()},

@@ -11,7 +11,7 @@ from tests import test_llama_train as llama
 
 pytestmark = pytest.mark.slow
 
-environment, text = llama.environment, llama.text  # fixtures
+text = llama.text  # a fixture
 
 # The cap is hit on a few steps that are no spikes.
 FLAGS = {"steps": 50, "spike_steps": [30, 45], "max_grad_norm": 1.5, "eval_every": 50, "keep": 9}

@@ -34,18 +34,20 @@ class Groups:
     slots: tuple[Slot | None, ...]
 
 
+INJECTED = "; optax.inject_hyperparams calls a function with the step, unless static_args names its argument"
+
+
 def check_granularity(granularity: Granularity, stacked: Stacked) -> None:
     """Raises ValueError for arguments of `find_groups` that are not accepted."""
     is_name = isinstance(granularity, str) and granularity in ("global", "leaf")
     if not is_name and not callable(granularity):
         raise ValueError(
-            f"granularity must be 'global', 'leaf' or a function of a leaf's key path, got {granularity!r}; "
-            "optax.inject_hyperparams calls a function with the step, unless static_args names its argument"
+            f"granularity must be 'global', 'leaf' or a function of a leaf's key path, got {granularity!r}{INJECTED}"
         )
     if stacked is not None and (not callable(stacked) or granularity == "global"):
         raise ValueError(
             f"stacked must be a function of a leaf's key path, beside a granularity other than 'global'; got "
-            f"stacked={stacked!r} with granularity={granularity!r}"
+            f"stacked={stacked!r} with granularity={granularity!r}{'' if callable(stacked) else INJECTED}"
         )
 
 

@@ -61,7 +61,10 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
         return _read(found[0][1], "zclip")
     # The way from an optimizer to its one state tells nothing.
     shared = all(_path_name(path[:1]) == "opt_state" for path, _ in found)
-    names = [_path_name(path[1:] if shared else path) for path, _ in found]
+    paths = [path[1:] if shared else path for path, _ in found]
+    names = [_path_name(path) for path in paths]
+    if len(set(names)) < len(names):  # as of "x/y" and of "y" in "x"
+        names = [jax.tree_util.keystr(path) for path in paths]
     return {
         key: x
         for name, (_, node) in zip(names, found, strict=True)

@@ -120,12 +120,12 @@ def zclip(
 
 
 def levelclip(
+    *,
     multiple: Any = 1.65,
     alpha: Any = 0.95,
     max_grad_norm: Any = 1.0,
     patience: Any = 25,
     num_std: Any = 2.9,
-    *,
     prior_norms: Any = None,
     granularity: Granularity = "global",
     stacked: Stacked = None,
@@ -172,8 +172,15 @@ def levelclip(
 
 
 def _warn_of_a_norm(alpha: Any) -> None:
-    """Warns of what is more likely meant to be a norm than the decay of a moving mean."""
-    if isinstance(alpha, int | float) and 0 <= alpha < SHORT_MEMORY:
+    """Tells of what is more likely meant to be a norm than the decay of a moving mean."""
+    if not isinstance(alpha, int | float):
+        return
+    if alpha >= 1:
+        raise ValueError(
+            f"alpha must be a number in [0, 1), got {alpha!r}; alpha, the first argument, is the decay of the moving "
+            f"statistics: for a cap on the norm write zclip(max_grad_norm={alpha!r})"
+        )
+    if 0 <= alpha < SHORT_MEMORY:
         warnings.warn(
             f"zclip(alpha={alpha!r}): alpha, the first argument, is the decay of the moving statistics, and this one "
             f"remembers {1 / (1 - alpha):.1f} norms; for a cap on the norm write zclip(max_grad_norm={alpha!r})",

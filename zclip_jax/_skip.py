@@ -136,7 +136,7 @@ def skip_by_rule(
             return jnp.where(skip, old, new)
 
         def hold(x):
-            return jnp.where(skip, _negative_zeros(x), x) if is_gradient(x) else x
+            return x if jax.dtypes.result_type(x) == jax.dtypes.float0 else jnp.where(skip, _nothing(x), x)
 
         kept = jax.tree.map(keep, inner_state, state.inner_state)
         if callable(advance_counts):
@@ -158,8 +158,10 @@ def skip_by_rule(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _negative_zeros(x: jax.Array) -> jax.Array:
+def _nothing(x: jax.Array) -> jax.Array:
     """What added to a number changes nothing, not even the sign of a zero."""
+    if not is_gradient(x):
+        return jnp.zeros_like(x)
     if jnp.iscomplexobj(x):
         part = jnp.full_like(x.real, -0.0)
         return jax.lax.complex(part, part)

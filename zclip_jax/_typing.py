@@ -25,7 +25,7 @@ else:
         FloatScalar = Float[Array | ndarray, ""]
         BoolScalar = Bool[Array | ndarray, ""]
         IntScalar = Int[Array | ndarray, ""]
-        Floats = Float[Array | ndarray, " n"]
+        Floats = Float[Array | ndarray, "*groups n"]
         # Scalars, or one for each group of leaves.
         FloatEach = Float[Array | ndarray, "*groups"]
         BoolEach = Bool[Array | ndarray, "*groups"]

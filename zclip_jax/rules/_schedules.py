@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from zclip_jax._numerics import increment
 from zclip_jax._rule import Rule
-from zclip_jax._typing import IntScalar, PyTree, dataclass
+from zclip_jax._typing import IntEach, PyTree, dataclass
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ScheduledState:
       rule_state: the rule's own state.
     """
 
-    num_updates: IntScalar
+    num_updates: IntEach
     rule_state: PyTree
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from zclip_jax._checks import check_count, check_number
 from zclip_jax._numerics import as_float, increment, moving_mean, safe_sqrt, unfused
 from zclip_jax._rule import Decision, Rule
-from zclip_jax._typing import FloatScalar, IntScalar, dataclass
+from zclip_jax._typing import FloatEach, IntEach, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
 
@@ -20,8 +20,8 @@ class AdaGCState:
       ema: float, moving mean of the clipped norms; 0 before the first.
     """
 
-    num_norms: IntScalar
-    ema: FloatScalar
+    num_norms: IntEach
+    ema: FloatEach
 
 
 @takes_schedules

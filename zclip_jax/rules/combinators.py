@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from zclip_jax._checks import check_choice, check_number
 from zclip_jax._numerics import as_float
 from zclip_jax._rule import Decision, Rule, check_rule
-from zclip_jax._typing import BoolScalar, FloatScalar, PyTree, dataclass
+from zclip_jax._typing import BoolEach, FloatEach, PyTree, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
 
@@ -104,8 +104,8 @@ class LossAwareState:
       rule_state: the inner rule's state.
     """
 
-    last_loss: FloatScalar
-    has_loss: BoolScalar
+    last_loss: FloatEach
+    has_loss: BoolEach
     rule_state: PyTree
 
 

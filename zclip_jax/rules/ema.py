@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from zclip_jax._checks import check_number
 from zclip_jax._numerics import as_float, increment, moving_mean, unfused
 from zclip_jax._rule import Decision, Rule
-from zclip_jax._typing import FloatScalar, IntScalar, dataclass
+from zclip_jax._typing import FloatEach, IntEach, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 from zclip_jax.rules.combinators import with_threshold
 
@@ -21,8 +21,8 @@ class EmaState:
       mean: float, their moving mean; 0 before the first.
     """
 
-    num_norms: IntScalar
-    mean: FloatScalar
+    num_norms: IntEach
+    mean: FloatEach
 
 
 @takes_schedules

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from zclip_jax._checks import check_number
 from zclip_jax._numerics import as_float, increment, moving_mean, safe_sqrt, unfused
 from zclip_jax._rule import Decision, Rule
-from zclip_jax._typing import FloatScalar, IntScalar, dataclass
+from zclip_jax._typing import FloatEach, IntEach, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
 
@@ -21,9 +21,9 @@ class GradientStabilizerState:
       second: float, moving mean of their squares.
     """
 
-    num_norms: IntScalar
-    first: FloatScalar
-    second: FloatScalar
+    num_norms: IntEach
+    first: FloatEach
+    second: FloatEach
 
 
 @takes_schedules

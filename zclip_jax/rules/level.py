@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from zclip_jax._checks import check_count, check_number
 from zclip_jax._numerics import as_float, increment, moving_mean, unfused
 from zclip_jax._rule import Decision, Rule
-from zclip_jax._typing import FloatScalar, IntScalar, dataclass
+from zclip_jax._typing import FloatEach, IntEach, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
 # The level is remembered for a third of the run so far, one part in 1 + 3 of the second norm being new; the tail for
@@ -34,10 +34,10 @@ class LevelState:
       num_off: int32, steps above the level less steps below it, brought nearer to 0 by each step on it.
     """
 
-    num_norms: IntScalar
-    mean: FloatScalar
-    rise: FloatScalar
-    num_off: IntScalar
+    num_norms: IntEach
+    mean: FloatEach
+    rise: FloatEach
+    num_off: IntEach
 
 
 @takes_schedules
@@ -154,6 +154,6 @@ def level(multiple: Any = 1.65, alpha: Any = 0.95, patience: Any = 25, num_std: 
     return Rule(init=init, update=update)
 
 
-def safe_log(norm: FloatScalar) -> FloatScalar:
+def safe_log(norm: FloatEach) -> FloatEach:
     """The logarithm, of a norm too small for its type as of the smallest one."""
     return jnp.log(jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from zclip_jax._checks import check_length, check_number
 from zclip_jax._numerics import as_float, unfused
 from zclip_jax._rule import Decision, Rule
-from zclip_jax._typing import Floats, IntScalar, dataclass
+from zclip_jax._typing import Floats, IntEach, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 from zclip_jax.rules._window import count_on, push
 
@@ -22,7 +22,7 @@ class PercentileState:
       sorted_norms: float `[window]`, the same in ascending order; `inf` where there is none yet.
     """
 
-    num_norms: IntScalar
+    num_norms: IntEach
     norms: Floats
     sorted_norms: Floats
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from zclip_jax._checks import check_count, check_length, check_number
 from zclip_jax._numerics import as_float, unfused
 from zclip_jax._rule import Decision, Rule
-from zclip_jax._typing import Floats, IntScalar, dataclass
+from zclip_jax._typing import Floats, IntEach, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 from zclip_jax.rules._window import count_on, mean_and_std, push
 
@@ -24,9 +24,9 @@ class SigmaSkipState:
       losses: float `[window]`, the last losses, round and round.
     """
 
-    num_norms: IntScalar
+    num_norms: IntEach
     norms: Floats
-    num_losses: IntScalar
+    num_losses: IntEach
     losses: Floats
 
 

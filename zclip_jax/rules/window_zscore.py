@@ -6,7 +6,7 @@ import jax.numpy as jnp
 
 from zclip_jax._checks import check_count, check_length
 from zclip_jax._rule import Rule
-from zclip_jax._typing import Floats, IntScalar, dataclass
+from zclip_jax._typing import Floats, IntEach, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 from zclip_jax.rules._window import count_on, mean_and_std, push
 from zclip_jax.rules.zscore import ZTest
@@ -21,7 +21,7 @@ class WindowState:
       norms: float `[window]`, the last norms, round and round.
     """
 
-    num_norms: IntScalar
+    num_norms: IntEach
     norms: Floats
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from zclip_jax._checks import check_choice, check_count, check_flag, check_length, check_number
 from zclip_jax._numerics import as_float, increment, moving_mean, safe_sqrt, unfused
 from zclip_jax._rule import Decision, Rule
-from zclip_jax._typing import Floats, FloatScalar, IntScalar, dataclass
+from zclip_jax._typing import FloatEach, Floats, IntEach, dataclass
 from zclip_jax.rules._schedules import takes_schedules
 
 STRATEGIES = ("reciprocal", "max", "mean")
@@ -31,10 +31,10 @@ class ZScoreState:
       warmup_norms: float `[warmup_steps]`, the norms of the warm-up; None unless `robust_warmup`.
     """
 
-    num_norms: IntScalar
-    mean: FloatScalar
-    var: FloatScalar
-    spike_run: IntScalar
+    num_norms: IntEach
+    mean: FloatEach
+    var: FloatEach
+    spike_run: IntEach
     warmup_norms: Floats | None = None
 
 
@@ -128,8 +128,8 @@ def zscore(
       absorb: what enters the statistics on a spike: `"clipped"` (the norm allowed), `"raw"` (the norm
         itself) or `"none"` (nothing).
       patience: from the spike after this many consecutive ones on, absorb the raw norm until a step is no
-        spike. A sustained shift of level is thus learned; the published rule (None) can call every later
-        step a spike, for ever.
+        spike. A sustained shift of level is thus learned. None never does; that is the published rule, which can
+        call every later step a spike, except that the published one absorbs norms of zero, too.
       robust_warmup: end the warm-up with the median and 1.4826 times the median absolute deviation in
         place of mean and standard deviation, so that an outlier among the first norms does no harm. Keeps
         those norms in the state; `warmup_steps` must then be a Python int.
