@@ -20,6 +20,9 @@ def with_spikes(norms, at, factor):
     return norms
 
 
+# For tests of which numbers meet, not of their last bits: generating the code is most of their time.
+FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+
 TRACES = {
     "steady": noisy(1.0, 300),
     "spikes": with_spikes(noisy(0.3, 300, seed=1), [60, 61, 150, 220], 8.0),

@@ -11,8 +11,10 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.cases import LOSSES, RULES, TRACES, WRAPPERS
+from tests.cases import FAST, LOSSES, RULES, TRACES, WRAPPERS
 from zclip_jax import clip_by_rule, decide, metrics
+
+fast_jit = functools.partial(jax.jit, compiler_options=FAST)
 
 each_rule = pytest.mark.parametrize("case", RULES, ids=[case.name for case in RULES])
 
@@ -21,16 +23,22 @@ ONE_OF_A_KIND = [*{case.make: case for case in RULES}.values(), RULES[7]]
 each_kind = pytest.mark.parametrize("case", ONE_OF_A_KIND, ids=[case.name for case in ONE_OF_A_KIND])
 
 
-def run(rule, norms, losses=LOSSES):
-    """All outcomes of `rule` over `norms`, stacked, and the last state."""
+@functools.cache
+def compiled(rule):
+    """One program for all norms of a length that the rule is run over."""
 
     def step(state, inputs):
         norm, loss = inputs
         return decide(rule, norm, state, value=loss)[::-1]
 
+    return jax.jit(lambda state, inputs: jax.lax.scan(step, state, inputs))
+
+
+def run(rule, norms, losses=LOSSES):
+    """All outcomes of `rule` over `norms`, stacked, and the last state."""
     dtype = jnp.result_type(float)
     inputs = jnp.asarray(norms, dtype), jnp.asarray(losses[: len(norms)], dtype)
-    state, outcomes = jax.jit(lambda state, inputs: jax.lax.scan(step, state, inputs))(rule.init(), inputs)
+    state, outcomes = compiled(rule)(rule.init(), inputs)
     return outcomes, state
 
 
@@ -48,11 +56,17 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@functools.cache
+def rule_of(name):
+    """The rule of a case, the same each time, so that it is compiled once."""
+    return next(case for case in RULES if case.name == name)()
+
+
 @each_rule
 @pytest.mark.parametrize("trace", TRACES)
 def test_oracle(case, trace, x64, strict):
     norms = TRACES[trace]
-    outcomes, _ = run(case(), norms)
+    outcomes, _ = run(rule_of(case.name), norms)
     allowed = case.allowed(norms)
     np.testing.assert_allclose(outcomes.threshold, allowed, rtol=1e-9)
     scale = allowed / norms if case.raises else np.minimum(1, allowed / norms)
@@ -259,7 +273,7 @@ def test_eight_devices_decide_as_one(case, mapped):
         losses = jnp.asarray(LOSSES[: len(grads)], jnp.float32)
         return jax.lax.scan(step, tx.init({"w": grads[0]}), (grads, losses))[1]
 
-    want, last = jax.jit(functools.partial(steps, clip_by_rule(case())))(grads)
+    want, last = fast_jit(functools.partial(steps, clip_by_rule(case())))(grads)
     if mapped == "pmap":
         got, got_last = jax.pmap(functools.partial(steps, tx), "x", in_axes=1, out_axes=(1, 0))(grads)
         got_last = jax.tree.map(lambda x: x[0], got_last)
@@ -269,7 +283,7 @@ def test_eight_devices_decide_as_one(case, mapped):
         together = jax.shard_map(
             functools.partial(steps, tx), mesh=mesh, in_specs=split, out_specs=(split, P())
         )
-        got, got_last = jax.jit(together)(grads)
+        got, got_last = fast_jit(together)(grads)
     np.testing.assert_array_equal(got_last.fired, last.fired)
     np.testing.assert_allclose(got_last.clip_scale, last.clip_scale, rtol=2e-5)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-7)
