@@ -229,7 +229,7 @@ def flatten(row: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]
         if isinstance(value, dict):
             yield from flatten(value, f"{above}{name}/")
         else:
-            yield above + str(name), value
+            yield f"{above}{name}", value
 
 
 def _dotted(name: str) -> str:
