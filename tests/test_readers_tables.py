@@ -7,6 +7,7 @@ import math
 import pytest
 
 from tests.reading import NO_STEPS, ROWS, check, jsonl, read_text
+from zclip_jax.replay import read
 
 NAN, INF = math.nan, math.inf
 __all__ = ["read_text"]  # a fixture
@@ -243,3 +244,15 @@ def test_the_column_may_be_chosen(read_text):
     check(read_text(table, column="reward"), [7, 8], [1, 2])
     log = "step 1 norm 0.5 param_norm 9.5\nstep 2 norm 0.25 param_norm 9.5\n"
     check(read_text(log, column="param_norm"), [9.5, 9.5], [1, 2])
+
+
+@pytest.mark.parametrize("form", ["lines", "list", "trainer state"])
+def test_a_name_that_stands_twice_in_an_object(tmp_path, form):
+    rows = [f'{{"step": {i}, "grad_norm": 0.5, "loss": 2.0, "grad_norm": {i}.25}}' for i in (1, 2)]
+    whole = "[" + ",".join(rows) + "]"
+    text = {"lines": "\n".join(rows) + "\n", "list": whole, "trainer state": f'{{"log_history": {whole}}}'}
+    path = tmp_path / "log.json"
+    path.write_text(text[form])
+    recording = read(path)
+    assert recording.norms.tolist() == [1.25, 2.25]
+    assert recording.notes == ("grad_norm stands twice in a row: the last value is read",)

@@ -28,7 +28,24 @@ SETTINGS = {
 
 TAGS = ("tag", "metric", "name", "key")  # what a number is called in rows of one
 
+SAMPLE = 100  # rows on lines that are searched for names that stand twice
+
 _decode = json.JSONDecoder().raw_decode
+
+
+class _Twice(dict[str, None]):
+    """The names that stand twice in one object of JSON, of which `json` keeps the last value without a word."""
+
+    def hook(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        """Makes an object of its names and values, as `object_pairs_hook`."""
+        made = dict(pairs)
+        if len(made) < len(pairs):
+            names = [name for name, _ in pairs]
+            self.update(dict.fromkeys(name for name in made if names.count(name) > 1))
+        return made
+
+    def notes(self) -> list[str]:
+        return [f"{listing(list(self))} stands twice in a row: the last value is read"] if self else []
 
 
 def parse_object(line: str) -> dict[str, Any] | None:
@@ -43,8 +60,9 @@ def parse_object(line: str) -> dict[str, Any] | None:
 
 def read_document(file: TextIOWrapper, column: str | None) -> Recording:
     """A whole file of JSON: `{"log_history": [row, …]}` or a list of rows."""
+    twice = _Twice()
     try:
-        document = json.load(file)
+        document = json.load(file, object_pairs_hook=twice.hook)
     except RecursionError:
         raise ValueError("JSON that is nested too deeply for a log") from None
     except ValueError as error:
@@ -61,16 +79,18 @@ def read_document(file: TextIOWrapper, column: str | None) -> Recording:
         _add(columns, row)
     others = len(rows) - len(objects)
     are = count(others, "entry is no row and is", "entries are no rows and are")
-    return make_recording(columns, form, [f"{are} left out"] if others else [])
+    return make_recording(columns, form, twice.notes() + ([f"{are} left out"] if others else []))
 
 
 def read_lines(lines: Iterable[str], column: str | None) -> Recording:
     """A JSON object on each line, and perhaps the run's config on the first."""
     columns = Columns(column, typed=True)
     notes, settings, config = [], {}, None
-    num_bad, first_bad, line = 0, "", ""
+    num_bad, first_bad, line, twice = 0, "", "", _Twice()
     for line in lines:
         row = parse_object(line)
+        if row is not None and columns.num_rows < SAMPLE:
+            json.loads(line, object_pairs_hook=twice.hook)
         if row is None:
             if line.strip():
                 num_bad += 1
@@ -86,7 +106,7 @@ def read_lines(lines: Iterable[str], column: str | None) -> Recording:
     if num_bad:
         are = count(num_bad, "line is no JSON object and is", "lines are no JSON objects and are")
         notes.append(f"{are} left out, first {shorten(first_bad, 40)!r}")
-    return make_recording(columns, "JSON lines", notes, settings)
+    return make_recording(columns, "JSON lines", twice.notes() + notes, settings)
 
 
 def _add(columns: Columns, row: dict[str, Any]) -> None:
