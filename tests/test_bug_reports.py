@@ -12,6 +12,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from tests.cases import fast_jit
 from zclip_jax import clip_by_rule, decide, metrics, rules, zclip
 
 SGD = functools.partial(optax.sgd, 1.0)
@@ -23,7 +24,7 @@ def fixed(max_norm=1.0, **kwargs):
 
 def feed(tx, norms, state=None):
     """Updates of one entry with the given norms; returns the last update and state."""
-    update = jax.jit(tx.update)
+    update = fast_jit(tx.update)
     state = tx.init(jnp.zeros(1)) if state is None else state
     for norm in norms:
         updates, state = update(jnp.asarray([norm], jnp.float32), state, jnp.zeros(1))

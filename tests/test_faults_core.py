@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.cases import zscore_oracle
+from tests.cases import fast_jit, zscore_oracle
 from zclip_jax import (
     Decision,
     Rule,
@@ -45,7 +45,7 @@ def outside(code):
 def drive(tx, norms, state=None, params=ONE, **extra_args):
     """The last update and state after gradients of these norms."""
     state = tx.init(params) if state is None else state
-    update = jax.jit(tx.update)
+    update = fast_jit(tx.update)
     for norm in norms:
         updates, state = update(jnp.full(1, norm, jnp.float32), state, params, **extra_args)
     return updates, state

@@ -1,6 +1,5 @@
 """One norm on every mesh: each way of writing the step, against NumPy's norm of the gathered arrays."""
 
-import functools
 import re
 
 import jax
@@ -12,11 +11,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.cases import FAST
+from tests.cases import fast_jit
 from zclip_jax import clip_by_rule, rules, zclip
 from zclip_jax._norm import global_norm
-
-fast_jit = functools.partial(jax.jit, compiler_options=FAST)
 
 MESHES = {"8": {"x": 8}, "4,2": {"x": 4, "y": 2}, "2,2,2": {"x": 2, "y": 2, "z": 2}}
 each_mesh = pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)

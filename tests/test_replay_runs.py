@@ -90,7 +90,9 @@ def test_a_report_is_that_of_each_run_alone(data):
         assert report["log"][name] is None
 
 
-@pytest.mark.parametrize("size", [1, 255, 256, 257, 900])
+@pytest.mark.parametrize(
+    "size", [1, 256, 257, *(pytest.param(n, marks=pytest.mark.slow) for n in (255, 900))]
+)
 def test_padding_changes_no_bit(size):
     norms = spiky(size, size // 2)
     run = recorded(norms, loss=np.linspace(3.0, 2.0, size))

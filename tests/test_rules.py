@@ -11,10 +11,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.cases import FAST, LOSSES, RULES, TRACES, WRAPPERS
+from tests.cases import LOSSES, RULES, TRACES, WRAPPERS, fast_jit
 from zclip_jax import clip_by_rule, decide, metrics
-
-fast_jit = functools.partial(jax.jit, compiler_options=FAST)
 
 each_rule = pytest.mark.parametrize("case", RULES, ids=[case.name for case in RULES])
 
@@ -31,7 +29,7 @@ def compiled(rule):
         norm, loss = inputs
         return decide(rule, norm, state, value=loss)[::-1]
 
-    return jax.jit(lambda state, inputs: jax.lax.scan(step, state, inputs))
+    return fast_jit(lambda state, inputs: jax.lax.scan(step, state, inputs))
 
 
 def run(rule, norms, losses=LOSSES):
@@ -84,7 +82,7 @@ def test_a_rule_fires_above_its_trigger_and_nowhere_else(case, x64):
         return new_state, (outcome, [other.fired for other in others], [other.trigger for other in others])
 
     rule = case()
-    scan = jax.jit(lambda norms: jax.lax.scan(step, rule.init(), norms)[1])
+    scan = fast_jit(lambda norms: jax.lax.scan(step, rule.init(), norms)[1])
     for norms in TRACES.values():
         outcome, (below, above), triggers = scan(jnp.asarray(norms))
         clear = np.abs(norms / outcome.trigger - 1) > 1e-9  # of rounding
@@ -225,7 +223,7 @@ def test_multi_steps_takes_one_sample_per_applied_update(case):
     tx = optax.MultiSteps(inner, every_k_schedule=2)
     params = gradients(1.0)
     state, want_state = tx.init(params), inner.init(params)
-    update, want_update = jax.jit(tx.update), jax.jit(inner.update)
+    update, want_update = fast_jit(tx.update), fast_jit(inner.update)
     for norm in TRACES["spikes"][:40]:
         grads = gradients(jnp.float32(norm))
         want, want_state = want_update(grads, want_state, value=norm)
@@ -248,7 +246,7 @@ def test_inject_hyperparams(case):
     direct = clip_by_rule(case())
     params = gradients(1.0)
     state, want_state = tx.init(params), direct.init(params)
-    update, want_update = jax.jit(tx.update), jax.jit(direct.update)
+    update, want_update = fast_jit(tx.update), fast_jit(direct.update)
     for norm in TRACES["spikes"][:200]:
         grads = gradients(jnp.float32(norm))
         updates, state = update(grads, state, params, value=norm)
@@ -257,7 +255,7 @@ def test_inject_hyperparams(case):
 
 
 @each_kind
-@pytest.mark.parametrize("mapped", ["shard_map", "pmap"])
+@pytest.mark.parametrize("mapped", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow)])
 def test_eight_devices_decide_as_one(case, mapped):
     """A gradient split over eight devices, under both ways of mapping."""
     grads = np.random.default_rng(0).standard_normal((40, 8, 4)).astype(np.float32) / 6
@@ -305,9 +303,9 @@ def test_every_rule_in_every_wrapper(wrapper):
 
     losses = [jnp.float32(loss) for loss in LOSSES[: len(grads)]]
     for case in ONE_OF_A_KIND:
-        got = jax.jit(lambda losses, case=case: steps(WRAPPERS[wrapper](clip_by_rule(case())), losses))(
+        got = fast_jit(lambda losses, case=case: steps(WRAPPERS[wrapper](clip_by_rule(case())), losses))(
             losses
         )
-        want = jax.jit(lambda losses, case=case: steps(clip_by_rule(case()), losses))(losses)
+        want = fast_jit(lambda losses, case=case: steps(clip_by_rule(case()), losses))(losses)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
         assert int(got["zclip/num_steps"]) == len(grads)

@@ -9,7 +9,7 @@ import optax
 import pytest
 from optax import contrib
 
-from tests.cases import LOSSES, TRACES
+from tests.cases import LOSSES, TRACES, fast_jit
 from tests.transformations import ONE_OF_A_KIND, assert_same, bits, mark_slow
 from zclip_jax import Decision, Rule, clip_by_rule, decide, metrics, rules, skip_by_rule, zclip
 
@@ -141,7 +141,7 @@ def test_the_learning_rate_behind_skipped_steps(name, advance):
     """By the training step where counts advance, else by the number of steps applied."""
     tx = skip_by_rule(RATES[name](), rules.fixed(100.0), advance_counts=advance)
     state, applied = tx.init(jnp.zeros(1)), 0
-    update = jax.jit(tx.update)
+    update = fast_jit(tx.update)
     for step, size in enumerate([1.0, 1e3, 1e3, np.nan, 2.0, 1e3, 3.0, 1.0]):
         updates, state = update(jnp.full(1, size), state, jnp.zeros(1))
         if size < 100:
@@ -175,7 +175,7 @@ def test_advancing_counts_feed_no_statistics():
 def test_the_first_update_after_skipped_steps_is_a_first_update(make):
     tx, alone = skip_by_rule(make(1.0), rules.fixed(10.0), advance_counts=True), make(1.0)
     state, g = tx.init(jnp.zeros(2)), jnp.asarray([1.0, -2.0])
-    update = jax.jit(tx.update)
+    update = fast_jit(tx.update)
     for _ in range(20):
         _, state = update(100 * g, state, jnp.zeros(2))
     got, _ = update(g, state, jnp.zeros(2))

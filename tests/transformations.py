@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests.cases import LOSSES, RULES
+from tests.cases import LOSSES, RULES, fast_jit
 from zclip_jax import ClipState, clip_by_rule, levelclip, metrics, rules, skip_by_rule, zclip
 
 
@@ -186,7 +186,7 @@ class Program:
 
     def __init__(self, name):
         self.tx = BY_NAME[name].make()
-        self.jitted = jax.jit(self.eager, donate_argnums=0)
+        self.jitted = fast_jit(self.eager, donate_argnums=0)
 
     def eager(self, state, grads, loss):
         updates, state = self.tx.update(grads, state, PARAMS, value=loss)
