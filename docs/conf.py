@@ -16,7 +16,15 @@ extensions = [
 ]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
-exclude_patterns = ["_build", "choosing_table.md", "evidence/*.md", "level_tables.md"]
+exclude_patterns = [
+    "_build",
+    "choosing_table.md",
+    "evidence/*.md",
+    "level_tables.md",
+    "muon_table.md",
+    "overhead_table.md",
+    "overhead_torch_table.md",
+]
 nitpicky = False
 autodoc_typehints = "none"
 autodoc_member_order = "bysource"

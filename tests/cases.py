@@ -1,8 +1,10 @@
 """The tables that the tests run over: recorded-looking norms, and one row for each rule with its oracle."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import optax
 
@@ -19,6 +21,10 @@ def with_spikes(norms, at, factor):
     norms[list(at)] *= factor
     return norms
 
+
+# For tests of which numbers meet, not of their last bits: generating the code is most of their time.
+FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+fast_jit = functools.partial(jax.jit, compiler_options=FAST)
 
 TRACES = {
     "steady": noisy(1.0, 300),

@@ -1,6 +1,7 @@
-"""Faults 1 to 16 of the first version, one test a number: its input, and the value now. `pytest -s` prints them."""
+"""Faults 1 to 16 of the first version, a test or more each: its input, and the value now. `pytest -s` prints them."""
 
 import pickle
+import re
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.cases import zscore_oracle
+from tests.cases import fast_jit, zscore_oracle
 from zclip_jax import (
     Decision,
     Rule,
@@ -44,7 +45,7 @@ def outside(code):
 def drive(tx, norms, state=None, params=ONE, **extra_args):
     """The last update and state after gradients of these norms."""
     state = tx.init(params) if state is None else state
-    update = jax.jit(tx.update)
+    update = fast_jit(tx.update)
     for norm in norms:
         updates, state = update(jnp.full(1, norm, jnp.float32), state, params, **extra_args)
     return updates, state
@@ -307,6 +308,17 @@ def test_14_a_norm_where_alpha_stands_is_not_silent():
     tell(14, "zclip(0.5) warns", told[0].message)
     with pytest.raises(ValueError, match=r"alpha must be a number in \[0, 1\), got 1.0"):
         zclip(1.0)
+
+
+def test_15_a_leafs_scale_costs_the_compiler_no_kernel_of_its_own():
+    """Kernels that read another place of an array are others; `tests.benchmarks.overhead` has the time."""
+    grads = {f"w{i}": jnp.ones((2, 2)) for i in range(300)}
+    tx = clip_by_rule(rules.fixed(1.0), granularity="leaf")
+    text = jax.jit(tx.update).lower(grads, tx.init(grads)).compile().as_text()
+    slices = set(re.findall(r"slice=\{\[(\d+):(\d+)\]\}", text))
+    places = {start for start, end in slices if int(end) == int(start) + 1}
+    tell(15, "places that the scales of 300 leaves are read from", len(places))
+    assert len(places) == 16
 
 
 def test_16_a_norm_of_zero_is_no_sample():

@@ -9,11 +9,12 @@ import optax
 import pytest
 from optax import contrib
 
+from tests.cases import fast_jit
 from zclip_jax import clip_by_rule, decide, metrics, rules, unscale, zclip
 
 
 def run(rule, norms):
-    step = jax.jit(lambda n: jax.lax.scan(lambda s, x: decide(rule, x, s)[::-1], rule.init(), n))
+    step = fast_jit(lambda n: jax.lax.scan(lambda s, x: decide(rule, x, s)[::-1], rule.init(), n))
     state, outcomes = step(jnp.asarray(norms, jnp.result_type(float)))
     return outcomes, state
 
@@ -32,7 +33,7 @@ def test_schedules_in_every_place():
     direct = zclip(z_thresh=thresholds, max_grad_norm=caps)
     injected = optax.inject_hyperparams(zclip)(z_thresh=thresholds, max_grad_norm=caps)
     state, other = direct.init(jnp.zeros(1)), injected.init(jnp.zeros(1))
-    update, other_update = jax.jit(direct.update), jax.jit(injected.update)
+    update, other_update = fast_jit(direct.update), fast_jit(injected.update)
     for norm in np.random.default_rng(0).lognormal(0.0, 0.3, 80):
         grads = jnp.asarray([norm], jnp.float32)
         updates, state = update(grads, state, grads)

@@ -46,6 +46,7 @@ def test_a_whole_run_from_its_log(tmp_path: Path) -> None:
     assert {30, 45} <= set(recording.steps[np.asarray(result.outcomes.fired)])
 
 
+@pytest.mark.slow
 def test_each_rule_in_the_training_step() -> None:
     """All in one program, watching the same norms."""
     llama = train.model_config(train.ModelOptions(**SMALL), vocab_size=64)

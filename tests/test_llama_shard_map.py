@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.cases import FAST
 from zclip_jax import metrics, zclip
 
 import shard_map_step
@@ -34,8 +35,6 @@ LLAMA = LlamaConfig(
     num_kv_heads=1,
     dtype="float32",
 )
-# Most of the tests' time is compilation.
-FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 STEPS, NOISE_AT = 12, 8  # counting from 0
 MESHES = {"data=1,fsdp=8": (1, 8), "data=2,fsdp=4": (2, 4), "data=8,fsdp=1": (8, 1)}
 each_mesh = pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)

@@ -1,6 +1,5 @@
 """One norm on every mesh: each way of writing the step, against NumPy's norm of the gathered arrays."""
 
-import functools
 import re
 
 import jax
@@ -12,12 +11,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.cases import fast_jit
 from zclip_jax import clip_by_rule, rules, zclip
 from zclip_jax._norm import global_norm
-
-# What is tested is which numbers meet, not how the code for them is generated, and that is most of the time.
-FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
-fast_jit = functools.partial(jax.jit, compiler_options=FAST)
 
 MESHES = {"8": {"x": 8}, "4,2": {"x": 4, "y": 2}, "2,2,2": {"x": 2, "y": 2, "z": 2}}
 each_mesh = pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)

@@ -110,6 +110,7 @@ def check_report(told):
         assert list(rule["warm_up"]) == WARM_UP
         assert all(list(spike) == SPIKE for spike in rule["largest_spikes"])
     assert all(isinstance(flag, str) for flag in told["flags"])
+    assert told["runs"] == [{name: told[name] for name in ("log", "rules", "flags")}]
 
 
 def names(told):
@@ -118,7 +119,7 @@ def names(told):
 
 def test_replay_as_json(run_json, log):
     told = run_json("replay", log, "--sweep", "z_thresh=2,3.5", "alpha=0.9")
-    assert list(told) == ["log", "rules", "flags", "sweep"]
+    assert list(told) == ["log", "rules", "flags", "runs", "sweep"]
     check_report(told)
     assert names(told) == ["zclip", "fixed:max_norm=1", "percentile"]
     assert all(list(row) == SETTING for row in told["sweep"])
@@ -158,7 +159,7 @@ def test_tables(run, log):
 )
 def test_rules_to_compare_are_there_once(run_json, log, rule, compare, shown):
     told = run_json("replay", log, "--rule", rule, *(["--compare", *compare] if compare else []))
-    assert list(told) == ["log", "rules", "flags"]
+    assert list(told) == ["log", "rules", "flags", "runs"]
     assert names(told) == shown
 
 
@@ -252,18 +253,18 @@ def test_settings_in_a_log_that_no_rule_accepts(refused, tmp_path):
 
 # Recommend
 
-CANDIDATE = ["preset", "settings", "num_caught", "num_false_alarms", "num_fired", "locked_in"]
+CANDIDATE = ["preset", "settings", "num_caught", "num_false_alarms", "num_fired", "locked_in", "call", "rule"]
 
 
 def test_recommend_as_json(run_json, log):
     told = run_json("recommend", log)
-    assert list(told) == ["log", "rules", "flags", "recommend"]
+    assert list(told) == ["log", "rules", "flags", "runs", "recommend"]
     check_report(told)
     found = told["recommend"]
     assert list(found) == ["best", "num_outliers", "num_candidates", "curve", "check", "doubts"]
     assert all(list(one) == CANDIDATE for one in (found["best"], *found["curve"]))
     assert found["best"] in found["curve"]
-    assert (found["num_outliers"], found["num_candidates"]) == (2, 158)
+    assert (found["num_outliers"], found["num_candidates"]) == (2, 194)
     assert found["check"].startswith("chosen on the first half alone: ")
     assert found["doubts"] == [
         "the log is too short: 400 norms, and a choice needs 1,000",
@@ -282,14 +283,15 @@ def test_recommend_as_text(run, log, tmp_path):
     code, out, err = run("recommend", log)
     assert (code, err) == (0, "")
     best = recommend(norms_of()).best
-    settings = ", ".join(f"{name}={value:g}" for name, value in best.settings.items())
     parts = [
         "log.jsonl, JSON lines: 400 norms under 'grad_norm', ",
-        f"\nBest of 158 candidates: {best.preset}({settings})\n- criterion: never locked in; ",
+        f"\nBest of 194 candidates: {best.call}\n",
+        f"- the same on the command line: --rule {best.rule}; ",
+        "- criterion: neither locked in nor firing on more than 10% of the steps without cause; ",
         "- the log is too short: 400 norms, and a choice needs 1,000\n",
         "\nThe trade-off along ",
         "Beside the defaults\n",
-        best.rule,
+        f"   {best.rule[:33]}",  # and the rest below, where the column is narrow
         "scaled down, by rule or cap",
         f"\nLargest spikes, and what {best.rule} makes of them\n",
     ]
@@ -357,7 +359,7 @@ def test_a_log_that_holds_no_norms(refused, tmp_path, command, content, words):
         (("--compare", "ema", "fixed"), "fixed needs max_norm, as in fixed:max_norm=1"),
         (("--rule", "zclip:alpha=2"), "alpha must be a number in [0, 1), got 2"),
         (("--rule", "zclip:warmup_steps=10000000000"), "warmup_steps must be below 2**31"),
-        (("--rule", "zclip", "--sweep", "alpha"), "a sweep is written name=number,number,…, got 'alpha'"),
+        (("--rule", "zclip", "--sweep", "alpha"), "a sweep is written name=number,number,..., got 'alpha'"),
     ],
     ids=lambda x: " ".join(x)[:40],
 )
@@ -377,8 +379,9 @@ def test_mistakes_in_a_sweep(refused, log, grid, told):
 
 
 def test_nothing_to_recommend_on(refused, tmp_path):
-    path = write(tmp_path / "log.jsonl", [NAN, NAN])
-    assert refused("recommend", path).startswith("norms must have a finite one among them")
+    for norms in ([NAN, NAN], [0.0] * 30, [-1.0, 0.0]):
+        path = write(tmp_path / "log.jsonl", norms)
+        assert refused("recommend", path).startswith("norms must have a finite one above zero among them")
 
 
 @pytest.mark.parametrize("norms", [[NAN] * 3, [0.0] * 3, [-1.0] * 3, [1e300, 1.0, 1e25], [NAN, 1.0, 1.0]])
@@ -388,7 +391,7 @@ def test_odd_norms(run, run_json, tmp_path, norms):
     code, out, err = run("replay", path)
     assert (code, err) == (0, "")
     assert out.startswith("log.jsonl, JSON lines: 3 norms")
-    if norms[0] in (0.0, 1e300):
+    if norms[0] == 1e300:
         assert run_json("recommend", path)["log"]["num_norms"] == 3
 
 
@@ -406,7 +409,7 @@ def test_a_command_that_is_none(capsys, arguments):
     assert ": error: " in err
 
 
-BOTH = ["LOG", "--column", "--tag", "--json"]
+BOTH = ["LOG", "--column", "--tag", "--run", "--json"]
 REPLAY = ["--rule", "--compare", "--sweep", "--png", "--html", "LOG stands before --compare and --sweep"]
 
 

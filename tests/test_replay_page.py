@@ -223,7 +223,7 @@ def test_draws_the_curves_and_every_spike(page, results):
     fired, capped = (np.asarray(getattr(results["zclip"].outcomes, name)) for name in ("fired", "capped"))
     spikes, scaled = int(fired.sum()), int((capped & ~fired).sum())
     shown = dict(page.shown())
-    assert shown["norm"] == shown["allowed by zclip"] == STEPS
+    assert shown["norm"] == shown["zclip fires above"] == STEPS
     assert shown[f"spikes: {spikes}"] == spikes > 4
     assert shown[f"scaled, no spike: {scaled}"] == scaled > 100
     assert page.markers() == spikes
@@ -243,7 +243,12 @@ def test_hovering_a_spike_shows_what_was_decided(page, recording, results):
     text = page.hover(10 * at, recording.norms[at])
     assert f"step {10 * at:,}" in text
     assert "norm 30.00" in text
-    for label, column in (("allowed", "threshold"), ("z-score", "z_score"), ("scale", "clip_scale")):
+    for label, column in (
+        ("allowed", "threshold"),
+        ("fires above", "trigger"),
+        ("z-score", "z_score"),
+        ("scale", "clip_scale"),
+    ):
         assert f"{label} {getattr(outcomes, column)[at]:#.4g}" in text
 
 
@@ -256,12 +261,12 @@ def test_another_rule_can_be_chosen(page, results):
         "return [...document.querySelectorAll('.legendtext')].some(e => e.textContent == arguments[0])",
         f"spikes: {fired:,}",
     )
-    assert "allowed by zclip" not in dict(page.shown())
-    thresholds = page.run(
+    assert "zclip fires above" not in dict(page.shown())
+    triggers = page.run(
         PLOT + "const its = plot.calcdata.filter(d => d[0].trace.visible === true); "
-        "return [...new Set(its.find(d => d[0].trace.name.startsWith('allowed by fixed')).map(d => d.y))]"
+        "return [...new Set(its.find(d => /^fixed .* fires above$/s.test(d[0].trace.name)).map(d => d.y))]"
     )
-    assert thresholds == [0.5]
+    assert triggers == [0.5]
     # Some are left out, since they are too many, until a zoom leaves fewer in view.
     assert MARKERS < page.markers() < fired
     page.run("return Plotly.relayout('replay', {'xaxis.range': [1005, 2005]}).then(() => null)")

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from tests.cases import LOSSES, RULES, TRACES, WRAPPERS
+from tests.cases import LOSSES, RULES, TRACES, WRAPPERS, fast_jit
 from zclip_jax import clip_by_rule, decide, metrics
 
 each_rule = pytest.mark.parametrize("case", RULES, ids=[case.name for case in RULES])
@@ -21,16 +21,22 @@ ONE_OF_A_KIND = [*{case.make: case for case in RULES}.values(), RULES[7]]
 each_kind = pytest.mark.parametrize("case", ONE_OF_A_KIND, ids=[case.name for case in ONE_OF_A_KIND])
 
 
-def run(rule, norms, losses=LOSSES):
-    """All outcomes of `rule` over `norms`, stacked, and the last state."""
+@functools.cache
+def compiled(rule):
+    """One program for all norms of a length that the rule is run over."""
 
     def step(state, inputs):
         norm, loss = inputs
         return decide(rule, norm, state, value=loss)[::-1]
 
+    return fast_jit(lambda state, inputs: jax.lax.scan(step, state, inputs))
+
+
+def run(rule, norms, losses=LOSSES):
+    """All outcomes of `rule` over `norms`, stacked, and the last state."""
     dtype = jnp.result_type(float)
     inputs = jnp.asarray(norms, dtype), jnp.asarray(losses[: len(norms)], dtype)
-    state, outcomes = jax.jit(lambda state, inputs: jax.lax.scan(step, state, inputs))(rule.init(), inputs)
+    state, outcomes = compiled(rule)(rule.init(), inputs)
     return outcomes, state
 
 
@@ -48,11 +54,17 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@functools.cache
+def rule_of(name):
+    """The rule of a case, the same each time, so that it is compiled once."""
+    return next(case for case in RULES if case.name == name)()
+
+
 @each_rule
 @pytest.mark.parametrize("trace", TRACES)
 def test_oracle(case, trace, x64, strict):
     norms = TRACES[trace]
-    outcomes, _ = run(case(), norms)
+    outcomes, _ = run(rule_of(case.name), norms)
     allowed = case.allowed(norms)
     np.testing.assert_allclose(outcomes.threshold, allowed, rtol=1e-9)
     scale = allowed / norms if case.raises else np.minimum(1, allowed / norms)
@@ -70,7 +82,7 @@ def test_a_rule_fires_above_its_trigger_and_nowhere_else(case, x64):
         return new_state, (outcome, [other.fired for other in others], [other.trigger for other in others])
 
     rule = case()
-    scan = jax.jit(lambda norms: jax.lax.scan(step, rule.init(), norms)[1])
+    scan = fast_jit(lambda norms: jax.lax.scan(step, rule.init(), norms)[1])
     for norms in TRACES.values():
         outcome, (below, above), triggers = scan(jnp.asarray(norms))
         clear = np.abs(norms / outcome.trigger - 1) > 1e-9  # of rounding
@@ -211,7 +223,7 @@ def test_multi_steps_takes_one_sample_per_applied_update(case):
     tx = optax.MultiSteps(inner, every_k_schedule=2)
     params = gradients(1.0)
     state, want_state = tx.init(params), inner.init(params)
-    update, want_update = jax.jit(tx.update), jax.jit(inner.update)
+    update, want_update = fast_jit(tx.update), fast_jit(inner.update)
     for norm in TRACES["spikes"][:40]:
         grads = gradients(jnp.float32(norm))
         want, want_state = want_update(grads, want_state, value=norm)
@@ -234,7 +246,7 @@ def test_inject_hyperparams(case):
     direct = clip_by_rule(case())
     params = gradients(1.0)
     state, want_state = tx.init(params), direct.init(params)
-    update, want_update = jax.jit(tx.update), jax.jit(direct.update)
+    update, want_update = fast_jit(tx.update), fast_jit(direct.update)
     for norm in TRACES["spikes"][:200]:
         grads = gradients(jnp.float32(norm))
         updates, state = update(grads, state, params, value=norm)
@@ -243,7 +255,7 @@ def test_inject_hyperparams(case):
 
 
 @each_kind
-@pytest.mark.parametrize("mapped", ["shard_map", "pmap"])
+@pytest.mark.parametrize("mapped", ["shard_map", pytest.param("pmap", marks=pytest.mark.slow)])
 def test_eight_devices_decide_as_one(case, mapped):
     """A gradient split over eight devices, under both ways of mapping."""
     grads = np.random.default_rng(0).standard_normal((40, 8, 4)).astype(np.float32) / 6
@@ -259,7 +271,7 @@ def test_eight_devices_decide_as_one(case, mapped):
         losses = jnp.asarray(LOSSES[: len(grads)], jnp.float32)
         return jax.lax.scan(step, tx.init({"w": grads[0]}), (grads, losses))[1]
 
-    want, last = jax.jit(functools.partial(steps, clip_by_rule(case())))(grads)
+    want, last = fast_jit(functools.partial(steps, clip_by_rule(case())))(grads)
     if mapped == "pmap":
         got, got_last = jax.pmap(functools.partial(steps, tx), "x", in_axes=1, out_axes=(1, 0))(grads)
         got_last = jax.tree.map(lambda x: x[0], got_last)
@@ -269,7 +281,7 @@ def test_eight_devices_decide_as_one(case, mapped):
         together = jax.shard_map(
             functools.partial(steps, tx), mesh=mesh, in_specs=split, out_specs=(split, P())
         )
-        got, got_last = jax.jit(together)(grads)
+        got, got_last = fast_jit(together)(grads)
     np.testing.assert_array_equal(got_last.fired, last.fired)
     np.testing.assert_allclose(got_last.clip_scale, last.clip_scale, rtol=2e-5)
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-7)
@@ -291,9 +303,9 @@ def test_every_rule_in_every_wrapper(wrapper):
 
     losses = [jnp.float32(loss) for loss in LOSSES[: len(grads)]]
     for case in ONE_OF_A_KIND:
-        got = jax.jit(lambda losses, case=case: steps(WRAPPERS[wrapper](clip_by_rule(case())), losses))(
+        got = fast_jit(lambda losses, case=case: steps(WRAPPERS[wrapper](clip_by_rule(case())), losses))(
             losses
         )
-        want = jax.jit(lambda losses, case=case: steps(clip_by_rule(case()), losses))(losses)
+        want = fast_jit(lambda losses, case=case: steps(clip_by_rule(case()), losses))(losses)
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
         assert int(got["zclip/num_steps"]) == len(grads)

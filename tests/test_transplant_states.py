@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from tests.cases import fast_jit
 from tests.test_transplant_chains import CHAINS, SCHEDULE, check, custom, trained
 from zclip_jax import Rule, clip_by_rule, rules, transplant, zclip
 
@@ -25,7 +26,7 @@ PLAIN = {
 
 def run(tx, norms, state=None):
     """The state after gradients of these norms, and what was allowed at each."""
-    update = jax.jit(optax.with_extra_args_support(tx).update)
+    update = fast_jit(optax.with_extra_args_support(tx).update)
     state, allowed = tx.init(PARAMS) if state is None else state, []
     for norm in norms:
         grads = {"w": jnp.asarray([norm, 0.0, 0.0]), "b": jnp.zeros(2)}

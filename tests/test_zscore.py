@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.cases import noisy
+from tests.cases import fast_jit, noisy
 from zclip_jax import decide, rules
 
 # What the PyTorch package zclip 1.0.0 decides on seeded traces: its factors and its statistics.
@@ -37,7 +37,7 @@ def run(rule, norms):
         return state, (outcome, state)
 
     norms = jnp.asarray(norms, jnp.result_type(float))
-    return jax.jit(lambda norms: jax.lax.scan(step, rule.init(), norms)[1])(norms)
+    return fast_jit(lambda norms: jax.lax.scan(step, rule.init(), norms)[1])(norms)
 
 
 def reference(case):

@@ -110,8 +110,13 @@ class Report:
             print(f"step {step:{len(str(steps))}}/{steps}  {line}", flush=True)
 
     def summary(self, corpus: str, unigram_entropy: float, bytes_per_token: float) -> None:
-        """Prints what came of the run, and draws `plot.png`."""
+        """Prints what came of the run, and draws `plot.png`, if the log is there."""
         rows = list(read_rows(self.run_dir / "metrics.jsonl"))
+        if not rows or "val_loss" not in rows[-1]:
+            print(
+                f"nothing to sum up: {self.run_dir / 'metrics.jsonl'} doesn't hold the last step", flush=True
+            )
+            return
         val_loss = float(rows[-1]["val_loss"])
         bits = val_loss / math.log(2) / bytes_per_token
         plot(self.run_dir / "plot.png", rows, self.flags, unigram_entropy)
@@ -168,18 +173,7 @@ def to_json(value: float) -> float | str:
 
 def limit(row: Row, flags: Row) -> float:
     """The norm up to which a step is left alone; inf where there is no such limit yet."""
-    return min(firing_line(row, flags), cap(flags))
-
-
-def firing_line(row: Row, flags: Row) -> float:
-    """The norm above which a step counts as a spike; inf during the warm-up."""
-    if flags["clip"] == "fixed":
-        return flags["max_grad_norm"]
-    # The threshold in the row is the norm *allowed*, and only set on a spike. During the warm-up
-    # z-scores are exactly zero.
-    if not row["zclip/z_score"]:
-        return math.inf
-    return row["zclip/mean"] + flags["z_thresh"] * row["zclip/std"]
+    return min(float(row["zclip/trigger"]), cap(flags))
 
 
 def cap(flags: Row) -> float:
@@ -238,8 +232,7 @@ def plot(path: Path, rows: list[Row], flags: Row, unigram_entropy: float) -> Non
     above.legend(frameon=False)
 
     below.plot(steps, finite(column("zclip/grad_norm")), lw=0.8, color="tab:blue", label="norm")
-    line = finite([firing_line(row, flags) for row in rows])
-    below.plot(steps, line, lw=1, color="tab:green", label="spike above")
+    below.plot(steps, finite(column("zclip/trigger")), lw=1, color="tab:green", label="spike above")
     if math.isfinite(cap(flags)):
         below.axhline(cap(flags), ls="--", lw=1, color="tab:orange", label="cap")
     for name, color, label in (

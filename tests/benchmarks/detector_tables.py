@@ -31,7 +31,7 @@ RULES: dict[str, Rule] = {
     "`level()`": rules.level(),
 }
 SEEDS, SHIFT_SEEDS = range(500, 510), range(600, 630)
-OWN_TAIL, YOUNG_STEPS = 3.0, 50
+YOUNG_STEPS = 50
 
 
 class Seen(NamedTuple):
@@ -45,9 +45,7 @@ class Seen(NamedTuple):
 def see(norms: np.ndarray) -> Seen:
     """Looks back on norms."""
     hindsight = look_back(norms)
-    deviation = np.log(np.maximum(hindsight.ratio, np.finfo(float).tiny))
-    std = 1.4826 * np.median(np.abs(deviation))
-    return Seen(norms, hindsight, hindsight.outlier & (deviation > OWN_TAIL * std))
+    return Seen(norms, hindsight, hindsight.of_own_tail().outlier)
 
 
 def fired(rule: Rule, traces: np.ndarray) -> np.ndarray:

@@ -6,7 +6,8 @@ For each way of clipping, chained ahead of adamw, the update is compiled and run
 float32 parameters. "extra reads" is XLA's bytes accessed over bare adamw's, in units of one read of the
 gradients: the norm needs one. "time" is the median over rounds of this chain's time divided by that of
 `clip_by_global_norm` in the same round, the order within a round shuffled. The second table has the reads of
-every rule, and the size of its state. No accelerator is needed; where there is one, it is used.
+every rule, and the size of its state. The third has the CPU seconds that compiling the update of many small leaves
+takes, also as a multiple of `zclip` with one norm for all. No accelerator is needed; where there is one, it is used.
 """
 
 import argparse
@@ -40,6 +41,7 @@ RULES = {
     "window_zscore": rules.window_zscore(),
     "percentile, window=1000": rules.percentile(),
     "percentile, window=10000": rules.percentile(window=10_000),
+    "level": rules.level(),
     "ema": rules.ema(),
     "sigma_skip": rules.sigma_skip(),
     "adagc": rules.adagc(),
@@ -48,12 +50,19 @@ RULES = {
 }
 
 
-def make_params(total: int) -> dict[str, jax.Array]:
-    """A tree of `total` float32 entries, shaped like a model's: 48 matrices and a vector beside each."""
+MANY_LEAVES = {
+    BASELINE: lambda: optax.clip_by_global_norm(1.0),
+    "zclip": zclip_jax.zclip,
+    "zclip, granularity='leaf'": lambda: zclip_jax.zclip(granularity="leaf"),
+}
+
+
+def make_params(total: int, matrices: int = 48) -> dict[str, jax.Array]:
+    """A tree of about `total` float32 entries, shaped like a model's: matrices and a vector beside each."""
     width = 512
-    rows = max(1, total // (48 * width + 48))
-    params = {f"w{i}": jnp.full((rows, width), 0.01 * (i + 1)) for i in range(48)}
-    params |= {f"b{i}": jnp.full((rows,), 0.01) for i in range(48)}
+    rows = max(1, total // (matrices * width + matrices))
+    params = {f"w{i}": jnp.full((rows, width), 0.01 * (i + 1)) for i in range(matrices)}
+    params |= {f"b{i}": jnp.full((rows,), 0.01) for i in range(matrices)}
     return params
 
 
@@ -75,31 +84,40 @@ def bytes_accessed(compiled) -> float:
     return (cost[0] if isinstance(cost, list) else cost)["bytes accessed"]
 
 
+def time_rounds(runs, grads, rounds: int, updates: int) -> dict[str, list[float]]:
+    """Seconds that `updates` updates of each compiled chain take in each round, in a shuffled order."""
+    # Each chain is timed on its own copy of the parameters, as donation requires.
+    carries = {name: (jax.tree.map(jnp.copy, grads), opt_state) for name, (_, opt_state) in runs.items()}
+    times = {name: [] for name in runs}
+    for i in range(rounds + 1):
+        for name in random.Random(i).sample(list(runs), len(runs)):
+            compiled, carry = runs[name][0], carries[name]
+            start = time.perf_counter()
+            for _ in range(updates):
+                carry = compiled(*carry, grads)
+            carries[name] = jax.block_until_ready(carry)
+            if i > 0:  # the first round warms up
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def ratio_quartiles(times: list[float], baseline: list[float]) -> list[float]:
+    """Of the ratios within each round: the lower quartile, the median and the upper one."""
+    return statistics.quantiles([a / b for a, b in zip(times, baseline, strict=True)], n=4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--params", type=int, default=50_000_000, help="number of parameters")
+    parser.add_argument("--leaves", type=int, default=1500, help="leaves of the tree that is compiled for")
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds of all chains")
     parser.add_argument("--updates", type=int, default=4, help="updates per chain and round")
     args = parser.parse_args()
 
     grads = make_params(args.params)
     gradient_bytes = sum(x.nbytes for x in jax.tree.leaves(grads))
-    # Each chain is timed on its own copy of the parameters, as donation requires.
-    runs = {}
-    for name, make in CHAINS.items():
-        compiled, opt_state = compile_update(make(), grads)
-        runs[name] = (compiled, [jax.tree.map(jnp.copy, grads), opt_state])
-
-    times = {name: [] for name in runs}
-    for i in range(args.rounds + 1):
-        for name in random.Random(i).sample(list(runs), len(runs)):
-            compiled, carry = runs[name]
-            start = time.perf_counter()
-            for _ in range(args.updates):
-                carry[:] = compiled(*carry, grads)
-            jax.block_until_ready(carry)
-            if i > 0:  # the first round warms up
-                times[name].append(time.perf_counter() - start)
+    runs = {name: compile_update(make(), grads) for name, make in CHAINS.items()}
+    times = time_rounds(runs, grads, args.rounds, args.updates)
 
     alone = bytes_accessed(runs["adamw alone"][0])
     print(
@@ -108,8 +126,7 @@ def main() -> None:
     )
     print(f"{'':28} {'extra reads':>12} {'time':>7} {'quartiles':>15} {'ms/update':>10}")
     for name, (compiled, _) in runs.items():
-        ratios = [a / b for a, b in zip(times[name], times[BASELINE], strict=True)]
-        low, median, high = statistics.quantiles(ratios, n=4)
+        low, median, high = ratio_quartiles(times[name], times[BASELINE])
         extra = (bytes_accessed(compiled) - alone) / gradient_bytes
         ms = 1e3 * statistics.median(times[name]) / args.updates
         print(f"{name:28} {extra:12.2f} {median:7.3f} {low:7.3f}-{high:.3f} {ms:10.1f}")
@@ -120,6 +137,16 @@ def main() -> None:
         extra = (bytes_accessed(compiled) - alone) / gradient_bytes
         numbers = sum(x.size for x in jax.tree.leaves(rule.init()))
         print(f"{name:28} {extra:12.2f} {numbers:22,}")
+
+    leaves = {f"w{i}": jnp.full((8, 4), 0.01) for i in range(args.leaves)}
+    seconds = {}
+    for name, make in MANY_LEAVES.items():
+        start = time.process_time()
+        compile_update(optax.chain(make(), optax.adamw(3e-4)), leaves)
+        seconds[name] = time.process_time() - start
+    print(f"\n{f'{args.leaves:,} leaves':28} {'compilation, CPU s':>19} {'over zclip':>11}")
+    for name, taken in seconds.items():
+        print(f"{name:28} {taken:19.1f} {taken / seconds['zclip']:11.2f}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a rule would have decided on recorded gradient norms."""
 
-from zclip_jax.replay._recommend import Candidate, Recommendation, recommend
+from zclip_jax.replay._candidates import Candidate
+from zclip_jax.replay._recommend import Recommendation, recommend
 from zclip_jax.replay._replay import Replay, replay, sweep
 from zclip_jax.replay.readers import Recording, read
 

@@ -6,7 +6,7 @@ from zclip_jax.replay._replay import Replay
 from zclip_jax.replay.readers._recording import Recording
 
 # Okabe and Ito's colours, which colour-blind people can tell apart as well.
-NORM, THRESHOLD, SPIKE, SCALED, NONFINITE, LOSS = (
+NORM, TRIGGER, SPIKE, SCALED, NONFINITE, LOSS = (
     "#56b4e9",
     "black",
     "#d55e00",
@@ -14,6 +14,7 @@ NORM, THRESHOLD, SPIKE, SCALED, NONFINITE, LOSS = (
     "#cc79a7",
     "#0072b2",
 )
+ALLOWED, START = "#555555", "#777777"
 OTHERS = ("#e69f00", "#0072b2", "#999999", "#f0e442")
 # Up to as many steps a curve has a dot for each, so that a log of one step shows it.
 SHORT = 200
@@ -38,7 +39,22 @@ def scaled_only(result: Replay) -> np.ndarray:
     return np.asarray(outcomes.bound | outcomes.capped) & ~np.asarray(outcomes.fired)
 
 
-def alone(threshold: np.ndarray) -> np.ndarray:
-    """The steps with a threshold between two without, of which a line shows nothing."""
-    there = np.pad(~np.isnan(threshold), 1)
+def alone(line: np.ndarray) -> np.ndarray:
+    """The steps with a value between two without, of which a line shows nothing."""
+    there = np.pad(~np.isnan(line), 1)
     return there[1:-1] & ~there[:-2] & ~there[2:]
+
+
+def run_starts(recording: Recording) -> np.ndarray:
+    """Where along the x axis each run but the first begins."""
+    return positions(recording)[0][list(recording.starts[1:])]
+
+
+def of_runs(recording: Recording) -> str:
+    """What to add to a title where there are several runs."""
+    return f" in {len(recording.starts):,} runs" if len(recording.starts) > 1 else ""
+
+
+def name_line(rule: str, trigger: np.ndarray) -> str:
+    """What to call the line above which a rule fires, which may be nowhere."""
+    return f"{rule} {'never fires' if np.isnan(trigger).all() else 'fires above'}"

@@ -7,6 +7,7 @@ import numpy as np
 
 from zclip_jax._extras import require
 from zclip_jax.replay._drawing import (
+    ALLOWED,
     LOSS,
     NONFINITE,
     NORM,
@@ -14,10 +15,14 @@ from zclip_jax.replay._drawing import (
     SCALED,
     SHORT,
     SPIKE,
-    THRESHOLD,
+    START,
+    TRIGGER,
     alone,
+    name_line,
+    of_runs,
     on_log_axis,
     positions,
+    run_starts,
     scaled_only,
 )
 from zclip_jax.replay._replay import Replay
@@ -25,7 +30,10 @@ from zclip_jax.replay.readers._recording import Recording
 
 
 def write_figure(path: str | os.PathLike[str], recording: Recording, results: Mapping[str, Replay]) -> None:
-    """Draws the first of `results` over the recorded norms, the thresholds of the others, and the loss.
+    """Draws the recorded norms and the loss, and of each of `results` the line above which the rule fires.
+
+    Of the first it also marks the steps that it would have scaled down, at the norm and at what was allowed. Several
+    runs are drawn one after the other, each behind a line.
 
     Args:
       path: where to; its suffix says as what, out of those matplotlib knows.
@@ -39,7 +47,9 @@ def write_figure(path: str | os.PathLike[str], recording: Recording, results: Ma
     figure = require("matplotlib.figure", "replay", "the figure").Figure(figsize=(9, 6), layout="constrained")
     (name, result), *others = results.items()
     x, xlabel = positions(recording)
-    norms, threshold = on_log_axis(recording.norms), on_log_axis(result.outcomes.threshold)
+    norms, allowed, trigger = map(
+        on_log_axis, (recording.norms, result.outcomes.threshold, result.outcomes.trigger)
+    )
     fired, nonfinite, scaled = (
         np.asarray(steps) for steps in (result.outcomes.fired, result.outcomes.nonfinite, scaled_only(result))
     )
@@ -56,10 +66,12 @@ def write_figure(path: str | os.PathLike[str], recording: Recording, results: Ma
     drawn = ~np.isnan(norms) & ~nonfinite
     above.plot(x[drawn], norms[drawn], color=NORM, label="norm", **curve)
     for i, (other, its) in enumerate(others):
-        color, limit = OTHERS[i % len(OTHERS)], on_log_axis(its.outcomes.threshold)
-        above.plot(x, limit, lw=0.8, color=color, label=f"allowed by {plain(other)}")
-    above.plot(x, threshold, lw=0.8, color=THRESHOLD, label=f"allowed by {plain(name)}")
-    above.plot(x[alone(threshold)], threshold[alone(threshold)], "s", ms=3, color=THRESHOLD)
+        line = on_log_axis(its.outcomes.trigger)
+        above.plot(x, line, lw=0.8, color=OTHERS[i % len(OTHERS)], label=name_line(plain(other), line))
+    above.plot(x, trigger, lw=0.8, color=TRIGGER, label=name_line(plain(name), trigger))
+    above.plot(x[alone(trigger)], trigger[alone(trigger)], "s", ms=3, color=TRIGGER)
+    if (marked := scaled | fired).any():
+        above.plot(x[marked], allowed[marked], "_", ms=3, color=ALLOWED, label="allowed where scaled")
     if scaled.any():
         above.plot(
             x[scaled], norms[scaled], ".", ms=3, color=SCALED, label=f"scaled, no spike: {scaled.sum():,}"
@@ -77,12 +89,15 @@ def write_figure(path: str | os.PathLike[str], recording: Recording, results: Ma
             transform=above.get_xaxis_transform(),
             label=f"not finite: {edge.size:,}",
         )
+    for start in run_starts(recording):
+        for panel in axes:
+            panel.axvline(start, lw=0.6, ls=":", color=START)
     above.set(yscale="log", ylabel="gradient norm")
     axes[-1].set_xlabel(xlabel)
     # Below the axes, where it covers nothing, in as many columns as fit.
     longest = max(map(len, above.get_legend_handles_labels()[1]))
     figure.legend(loc="outside lower left", ncols=min(max(120 // (longest + 8), 1), 4), frameon=False)
-    figure.suptitle(f"{plain(recording.name)}: {x.size:,} norms", fontsize=11)
+    figure.suptitle(f"{plain(recording.name)}: {x.size:,} norms{of_runs(recording)}", fontsize=11)
     figure.savefig(path, dpi=130)
 
 

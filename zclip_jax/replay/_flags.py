@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from zclip_jax.replay._outliers import NO_OUTLIER, Hindsight, is_finite
+from zclip_jax.replay._outliers import NO_OUTLIER, Hindsight, is_finite, is_usable
 from zclip_jax.replay._replay import Replay
 from zclip_jax.replay._specs import Spec
 from zclip_jax.replay._warm_up import warm_up_rows
@@ -23,6 +23,9 @@ def find_flags(
     finite = recording.norms[is_finite(recording.norms)]
     if not finite.size:
         return ["no norm is finite: the run was broken from its first logged step on"]
+    usable = recording.norms[is_usable(recording.norms)]
+    if not usable.size:
+        return ["no norm is finite and above zero: there is nothing that a rule could judge"]
     found = [
         _clipped_before(finite),
         _cadence(spec.settings.get("alpha"), recording.cadence),
@@ -31,9 +34,7 @@ def find_flags(
         _warm_up(spec, report["warm_up"]),
         _missed(spec, recording, hindsight, replayed),
         _false_alarms(spec, report),
-        f"{finite.size} norms are few: rates and settings found on them may be chance"
-        if finite.size < FEW
-        else None,
+        _few(usable.size, finite.size),
     ]
     return [sentence for sentence in found if sentence]
 
@@ -42,12 +43,21 @@ def _clipped_before(finite: np.ndarray) -> str | None:
     largest = finite.max()
     pile = int(np.isclose(finite, largest, rtol=1e-4, atol=0).sum())
     just_below = int((finite > 0.98 * largest).sum()) - pile
-    if pile < PILE or pile <= just_below or pile == finite.size:
+    if pile < PILE or pile <= just_below:
         return None
-    return (
-        f"{pile:,} norms are {largest:.4g}, the largest: they look logged after clipping, which hides what there was "
-        "to clip"
+    those = (
+        f"all {pile:,} norms are {largest:.4g}"
+        if pile == finite.size
+        else f"{pile:,} norms are {largest:.4g}, the largest"
     )
+    return f"{those}: they look logged after clipping, which hides what there was to clip"
+
+
+def _few(num_usable: int, num_finite: int) -> str | None:
+    if num_usable >= FEW:
+        return None
+    norms = "norms" if num_usable == num_finite else "norms above zero"
+    return f"{num_usable} {norms} are few: rates and settings found on them may be chance"
 
 
 def _cadence(alpha: Any, cadence: int) -> str | None:

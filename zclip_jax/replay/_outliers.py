@@ -10,6 +10,8 @@ from zclip_jax.replay._replay import as_norms
 WIDTH = 101  # norms in the centred window of the median
 OUTLIER = 2.0  # times its local median a norm must have to be one
 NO_OUTLIER = 1.3  # times its local median below which a step that fires is a false alarm
+OWN_TAIL = 3.0  # robust standard deviations above which a norm stands out from the run's own tail
+NORMAL_MAD = 0.6745  # median absolute deviation of a standard normal
 BEFORE = (5, 50)  # norms before it that an outlier stands out against
 
 SPIKE_WINDOW, SPIKE_SIGMAS, SPIKE_LEAST = 1000, 7.0, 100
@@ -63,8 +65,21 @@ class Hindsight(NamedTuple):
     ratio: np.ndarray
     outlier: np.ndarray
 
-    def at(self, steps: slice) -> "Hindsight":
-        """That of some of the steps."""
+    def of_own_tail(self) -> "Hindsight":
+        """With only those outliers that stand out from the run's own tail.
+
+        They are above 3 robust standard deviations of the logarithm of the ratio, 1.4826 times its median absolute
+        value: in a run with a heavy tail twice the local median is an ordinary step.
+        """
+        known = self.ratio > 0
+        if not known.any():
+            return self
+        deviation = np.log(np.where(known, self.ratio, 1.0))
+        std = np.median(np.abs(deviation[known])) / NORMAL_MAD
+        return self._replace(outlier=self.outlier & (deviation > OWN_TAIL * std))
+
+    def at(self, steps: slice | np.ndarray) -> "Hindsight":
+        """Hindsight on some of the steps alone."""
         return Hindsight(*(x[steps] for x in self))
 
     def score(self, fired: np.ndarray) -> dict[str, Any]:

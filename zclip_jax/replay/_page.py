@@ -52,7 +52,10 @@ def write_page(
     *,
     flags: Sequence[str] = (),
 ) -> None:
-    """Draws the recorded norms and the loss, with what one of `results` allowed and called a spike.
+    """Draws the recorded norms and the loss, and of one of `results` the line above which it fires, and its spikes.
+
+    What was allowed on a step that was scaled is shown where the mouse is over it. Several runs are drawn one after
+    the other, each behind a line.
 
     Args:
       path: the HTML file to write.
@@ -77,9 +80,11 @@ def write_page(
     plot = go.Figure(drawn, _layout(recording, visible)).to_html(
         config=config, full_html=False, div_id="replay", default_height="max(75vh, 30rem)"
     )
-    title = html.escape(f"Replay of {recording.name}: {count(recording.norms.size, 'gradient norm')}")
+    title = html.escape(
+        f"Replay of {recording.name}: {count(recording.norms.size, 'gradient norm')}{drawing.of_runs(recording)}"
+    )
     page = PAGE.format(title=title, text=_text(recording, results, flags), plot=plot)
-    Path(path).write_text(page, encoding="utf-8")
+    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def _log_traces(recording: Recording, result: Replay) -> Iterator[dict[str, Any]]:
@@ -98,21 +103,25 @@ def _log_traces(recording: Recording, result: Replay) -> Iterator[dict[str, Any]
 
 
 def _rule_traces(recording: Recording, name: str, result: Replay) -> Iterator[dict[str, Any]]:
-    norms, threshold = recording.norms, drawing.on_log_axis(result.outcomes.threshold)
-    hover, color, group = "allowed %{y:.4g}", drawing.THRESHOLD, {"legendgroup": "allowed"}
-    line = group | {"mode": "lines", "name": f"allowed by {_plain(name)}"}
+    norms, outcomes = recording.norms, result.outcomes
+    allowed, trigger = drawing.on_log_axis(outcomes.threshold), drawing.on_log_axis(outcomes.trigger)
+    hover, color, group = "fires above %{y:.4g}", drawing.TRIGGER, {"legendgroup": "trigger"}
+    line = group | {"mode": "lines", "name": drawing.name_line(_plain(name), trigger)}
     dots = group | {"marker_symbol": "square", "marker_size": 5, "showlegend": False}
-    yield _trace(recording, np.full(norms.size, True), threshold, hover, color, **line)
-    yield _trace(recording, drawing.alone(threshold), threshold, hover, color, **dots)
+    yield _trace(recording, np.full(norms.size, True), trigger, hover, color, **line)
+    yield _trace(recording, drawing.alone(trigger), trigger, hover, color, **dots)
 
-    scale, fired = np.asarray(result.outcomes.clip_scale), np.asarray(result.outcomes.fired)
-    details = np.stack([threshold, result.outcomes.z_score, scale], axis=-1).astype(np.float32)
+    scale, fired = np.asarray(outcomes.clip_scale), np.asarray(outcomes.fired)
+    details = np.stack([allowed, trigger, outcomes.z_score, scale], axis=-1).astype(np.float32)
     scaled, most = drawing.scaled_only(result), np.zeros_like(fired)
     most[np.flatnonzero(fired)[np.argsort(scale[fired])][:MARKERS]] = True
     hover = "<br>".join(
         [
             "norm %{y:.4g}",
-            *(f"{x} %{{customdata[{i}]:.4g}}" for i, x in enumerate(("allowed", "z-score", "scale"))),
+            *(
+                f"{x} %{{customdata[{i}]:.4g}}"
+                for i, x in enumerate(("allowed", "fires above", "z-score", "scale"))
+            ),
         ]
     )
     # Over a larger marker, plotly.js would show the hover text of the norm's line instead.
@@ -170,6 +179,11 @@ def _layout(recording: Recording, visible: Mapping[str, list[bool]]) -> dict[str
         "yaxis2": {"title": "loss", "domain": [0, 0.3], "visible": two},
         # What isn't finite has no place on a log axis; it is marked along the upper edge.
         "yaxis3": {"overlaying": "y", "range": [0, 1], "fixedrange": True, "visible": False},
+        "shapes": [
+            {"type": "line", "yref": "paper", "x0": x, "x1": x, "y0": 0, "y1": 1}
+            | {"line": {"width": 1, "dash": "dot", "color": drawing.START}}
+            for x in drawing.run_starts(recording).tolist()
+        ],
         "updatemenus": [above | {"buttons": buttons}] if len(buttons) > 1 else [],
         "legend": {"orientation": "h", "x": 0, "y": -0.13, "yanchor": "top"},
         "margin": {"l": 70, "r": 20, "t": 60, "b": 50},

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -9,50 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from zclip_jax._rule import decide_all
-from zclip_jax.replay._outliers import NO_OUTLIER, is_finite, look_back
-from zclip_jax.replay._replay import as_norms, runs
+from zclip_jax.replay._candidates import GRIDS, Candidate
+from zclip_jax.replay._outliers import (
+    NO_OUTLIER,
+    NORMAL_MAD,
+    OUTLIER,
+    OWN_TAIL,
+    Hindsight,
+    is_finite,
+    is_usable,
+    look_back,
+)
+from zclip_jax.replay._replay import LOCKED_IN, as_norms
+from zclip_jax.replay._runs import padded
 from zclip_jax.replay._specs import make_rule
 
-# What to try: each preset's threshold first, and of each setting the default first.
-GRIDS = {
-    "zclip": {
-        "z_thresh": (2.5, 3.0, 2.0, 3.5, 4.0, 5.0, 6.0),
-        "min_rel_std": (0.0, 0.12, 0.06, 0.2),
-        "alpha": (0.97, 0.98, 0.95, 0.99, 0.9),
-    },
-    "levelclip": {"multiple": (1.65, 1.75, 1.55, 1.85, 1.45, 2.0), "alpha": (0.95, 0.97, 0.9)},
-}
 ENOUGH_NORMS, ENOUGH_OUTLIERS = 1000, 5
+MANY_FIRED = 0.1  # of the steps: more than spikes
+# A heavy tail: more outliers than spikes are, or a spread with which twice the median is within three deviations.
+MANY_OUTLIERS, WIDE = 0.02, math.log(OUTLIER) / OWN_TAIL
 
 CRITERION = (
-    "never locked in; then the fewest outliers that don't fire; then the fewest steps that fire below "
+    f"neither locked in nor firing on more than {MANY_FIRED:.0%} of the steps without cause; then the fewest "
+    "outliers of the run's own tail that don't fire; then the fewest steps that fire below "
     f"{NO_OUTLIER:g}x their local median; then the fewest settings changed from the defaults"
 )
-
-
-class Candidate(NamedTuple):
-    """A rule with its settings, and how it does on the log.
-
-    Args:
-      preset: the transformation, `"zclip"` or `"levelclip"`.
-      settings: some of its arguments by name; the others have their defaults.
-      num_caught: outliers that fire.
-      num_false_alarms: steps that fire below 1.3 times their local median.
-      num_fired: steps that fire.
-      locked_in: whether it calls every step from some point on a spike.
-    """
-
-    preset: str
-    settings: dict[str, float]
-    num_caught: int
-    num_false_alarms: int
-    num_fired: int
-    locked_in: bool
-
-    @property
-    def rule(self) -> str:
-        """As one writes it on the command line."""
-        return f"{self.preset}:{','.join(f'{name}={value:g}' for name, value in self.settings.items())}"
 
 
 class Recommendation(NamedTuple):
@@ -60,7 +42,8 @@ class Recommendation(NamedTuple):
 
     Args:
       best: the candidate chosen.
-      num_outliers: norms above 2 times their local median that stand out against those before them, too.
+      num_outliers: norms above 2 times their local median that stand out against those before them, too, and from
+        the run's own tail.
       num_candidates: how many were tried.
       curve: the trade-off: the same rule at each threshold tried, in ascending order.
       check: what choosing on the first half alone gives on the second, in a sentence.
@@ -75,22 +58,27 @@ class Recommendation(NamedTuple):
     doubts: tuple[str, ...]
 
 
-def recommend(norms: Any) -> Recommendation:
-    """Chooses a rule and its settings for a run whose norms were recorded.
+def recommend(*norms: Any) -> Recommendation:
+    """Chooses a rule and its settings for one or more runs whose norms were recorded.
 
-    The criterion: never locked in; then the fewest outliers that don't fire (norms above twice their local median,
-    centred, of 101 norms, that stand out against those before them, too); then the fewest steps that fire below 1.3
-    times their local median; then the fewest settings changed from the defaults. Fires in between cost nothing, and
-    the cap, `max_grad_norm`, plays no part.
+    The criterion: neither locked in nor firing, without an outlier, on more than a tenth of the steps; then the
+    fewest outliers that don't fire; then the fewest steps that fire below 1.3 times their local median; then the
+    fewest settings changed from the defaults. Fires in between cost nothing. The cap plays no part, so that
+    `max_grad_norm` is None in the settings chosen.
+
+    An outlier is a norm above twice its local median, centred, of 101 norms, that stands out against those before it,
+    too, and from the run's own tail: its logarithm is more than 3 robust standard deviations above that median's.
 
     Args:
-      norms: 1-D, global norms before clipping, oldest first.
+      *norms: of each run a 1-D array, global norms before clipping, oldest first. Each run is judged by itself, with
+        the rule started afresh, and the counts are added; a log of several runs is
+        `recommend(*(run.norms for run in recording.runs))`.
 
     Returns:
       A `Recommendation`.
 
     Raises:
-      ValueError: `norms` is not one-dimensional or none is finite.
+      ValueError: there are no norms, those of a run are not one-dimensional, or none is finite and above zero.
 
     Examples:
       >>> import numpy as np
@@ -99,58 +87,72 @@ def recommend(norms: Any) -> Recommendation:
       >>> norms = 1 + 0.1 * rng.standard_normal(2000)
       >>> norms[100::100] *= 3
       >>> found = recommend(norms)
-      >>> found.best.preset, found.best.settings, found.best.num_caught, found.num_candidates
-      ('levelclip', {'multiple': 1.65, 'alpha': 0.95}, 19, 158)
+      >>> found.best.call, found.best.num_caught, found.num_candidates
+      ('levelclip(multiple=1.65, num_std=2.9, alpha=0.95, max_grad_norm=None)', 19, 194)
     """
-    recorded = as_norms(norms)
-    norms = np.asarray(norms, float)
-    finite, hindsight = is_finite(norms), look_back(norms)
-    if not finite.any():
-        raise ValueError(f"norms must have a finite one among them, got {norms.size} without")
+    runs = [np.asarray(its, float) for its in norms if np.size(as_norms(its))]
+    size = sum(its.size for its in runs)
+    if not any(is_usable(its).any() for its in runs):
+        raise ValueError(f"norms must have a finite one above zero among them, got {size} without")
+    seen = [look_back(its) for its in runs]
+    hindsight, of_tail = (
+        Hindsight(*map(np.concatenate, zip(*each, strict=True)))
+        for each in (seen, [its.of_own_tail() for its in seen])
+    )
+    finite, usable = (np.concatenate([which(its) for its in runs]) for which in (is_finite, is_usable))
     settings = [
         (preset, dict(zip(grid, values, strict=True)))
         for preset, grid in GRIDS.items()
         for values in itertools.product(*grid.values())
     ]
     fired = np.concatenate(
-        [
-            _fired(preset, _columns([row for name, row in settings if name == preset]), recorded)
-            for preset in GRIDS
-        ]
+        [_fired_in_runs(preset, [row for name, row in settings if name == preset], runs) for preset in GRIDS]
     )
     changed = np.asarray(
         [sum(row[name] != GRIDS[preset][name][0] for name in row) for preset, row in settings]
     )
+    ends = np.cumsum([its.size for its in runs])
 
-    def locked(steps: slice) -> np.ndarray:
-        return np.asarray([runs(row, ~finite[steps])[1] >= 0 for row in fired[:, steps]])
+    def locked(first: int, last: int) -> np.ndarray:
+        found: list[Any] = [np.zeros(len(settings), bool)]
+        for start, end in zip((0, *ends), ends, strict=False):
+            rows = np.arange(max(start, first), min(end, last))
+            rows = rows[finite[rows]]
+            if rows.size >= LOCKED_IN:
+                found.append(fired[:, rows[-LOCKED_IN:]].all(-1))
+        return np.any(found, axis=0)
 
-    def choose(steps: slice) -> int:
-        score = hindsight.at(steps).score(fired[:, steps])
-        order = (changed, score["num_false_alarms"], -score["num_caught"], locked(steps))
+    def choose(first: int, last: int) -> int:
+        score = of_tail.at(slice(first, last)).score(fired[:, first:last])
+        num_idle = fired[:, first:last].sum(-1) - score["num_caught"]
+        bad = locked(first, last) | (num_idle > MANY_FIRED * usable[first:last].sum())
+        order = (changed, score["num_false_alarms"], -score["num_caught"], bad)
         return int(np.lexsort(order)[0])
 
-    whole, first, second = slice(None), slice(norms.size // 2), slice(norms.size // 2, None)
-    score, num_fired = hindsight.score(fired), fired.sum(-1)
+    score, num_fired, half = of_tail.score(fired), fired.sum(-1), size // 2
     candidates = [
-        Candidate(preset, row, int(caught), int(alarms), int(count), bool(lock))
+        Candidate(preset, {**row, "max_grad_norm": None}, int(caught), int(alarms), int(count), bool(lock))
         for (preset, row), caught, alarms, count, lock in zip(
-            settings, score["num_caught"], score["num_false_alarms"], num_fired, locked(whole), strict=True
+            settings, score["num_caught"], score["num_false_alarms"], num_fired, locked(0, size), strict=True
         )
     ]
-    best = candidates[choose(whole)]
+    best = candidates[choose(0, size)]
+    unseen = of_tail.at(slice(half, None)).score(fired[:, half:])
     return Recommendation(
         best=best,
         num_outliers=score["num_outliers"],
         num_candidates=len(candidates),
         curve=_curve(best, candidates),
-        check=_check(candidates, choose(first), hindsight.at(second).score(fired[:, second])),
-        doubts=_doubts(best, int(finite.sum()), score["num_outliers"]),
+        check=_check(candidates, choose(0, half), unseen),
+        doubts=_doubts(best, hindsight.at(usable), score["num_outliers"]),
     )
 
 
-def _columns(rows: list[dict[str, float]]) -> dict[str, jax.Array]:
-    return {name: jnp.asarray([row[name] for row in rows]) for name in rows[0]}
+def _fired_in_runs(preset: str, rows: list[dict[str, float]], runs: list[np.ndarray]) -> np.ndarray:
+    """Which steps fire, `[settings, steps]`, with the rule started afresh in each run."""
+    columns = {name: jnp.asarray([row[name] for row in rows]) for name in rows[0]}
+    each = [np.asarray(_fired(preset, columns, padded(its)))[:, : its.size] for its in runs]
+    return np.concatenate(each, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -180,8 +182,9 @@ def _check(candidates: list[Candidate], chosen: int, unseen: dict[str, Any]) -> 
     )
 
 
-def _doubts(best: Candidate, num_norms: int, num_outliers: int) -> tuple[str, ...]:
-    doubts = []
+def _doubts(best: Candidate, hindsight: Hindsight, num_outliers: int) -> tuple[str, ...]:
+    """Why not to trust the choice, of hindsight on the norms that count and the outliers that it was made on."""
+    doubts, num_norms, num_far = [], hindsight.ratio.size, int(hindsight.outlier.sum())
     if num_norms < ENOUGH_NORMS:
         doubts.append(f"the log is too short: {num_norms:,} norms, and a choice needs {ENOUGH_NORMS:,}")
     if num_outliers < ENOUGH_OUTLIERS:
@@ -193,4 +196,15 @@ def _doubts(best: Candidate, num_norms: int, num_outliers: int) -> tuple[str, ..
         doubts.append(f"no candidate catches all outliers: this one misses {missed:,} of {num_outliers:,}")
     if best.locked_in:
         doubts.append("every candidate locks in: the level of this run shifts by more than they can follow")
+    if best.num_fired > MANY_FIRED * num_norms:
+        doubts.append(
+            f"the choice fires on {best.num_fired / num_norms:.0%} of the steps: so many are no outliers, and "
+            "clipping them changes the run"
+        )
+    spread = float(np.median(np.abs(np.log(hindsight.ratio))) / NORMAL_MAD)
+    if num_far > MANY_OUTLIERS * num_norms or spread > WIDE:
+        doubts.append(
+            f"the norms have a heavy tail: {num_far / num_norms:.1%} are above {OUTLIER:g}x, and one standard "
+            f"deviation is {math.exp(spread):.2f}x the local median, so that {OUTLIER:g}x may be an ordinary step"
+        )
     return tuple(doubts)

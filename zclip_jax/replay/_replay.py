@@ -2,14 +2,15 @@
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zclip_jax._numerics import as_float
+from zclip_jax._checks import check_number
+from zclip_jax._numerics import INT32_MAX, as_float
 from zclip_jax._rule import Outcome, Rule, check_rule, decide_all
 from zclip_jax._typing import PyTree
 
@@ -97,23 +98,23 @@ def replay(rule: Any, norms: Any, *, value: Any = None, **extras: Any) -> Replay
 
 
 def sweep(
-    rule_factory: Callable[..., Rule], norms: Any, *, value: Any = None, **grid: Sequence[int | float]
-) -> tuple[list[dict[str, int | float]], Replay]:
+    rule_factory: Callable[..., Rule], norms: Any, *, value: Any = None, **grid: Any
+) -> tuple[list[dict[str, Any]], Replay]:
     """Replays a rule with every combination of some hyperparameters, in one compiled call.
 
     Args:
       rule_factory: makes the rule from them, such as `rules.zscore` or a lambda.
-      norms: see `replay`.
-      value: see `replay`.
-      **grid: hyperparameters by name, each a sequence of numbers; none that has to be a Python number, such as the
+      norms: 1-D, global norms before clipping, oldest first; NaN and infinite ones are counted and passed over.
+      value: 1-D of the same length, the losses, for rules that look at them.
+      **grid: hyperparameters by name, each one or more numbers; none that has to be a Python number, such as the
         length of a window.
 
     Returns:
       The settings, a mapping each, and a `Replay` with arrays `[settings, steps]` in the same order.
 
     Raises:
-      ValueError: `grid` is empty, the rule refuses a setting or needs it as a Python number, or as
-        `replay`.
+      ValueError: `grid` is empty or holds something other than numbers, the rule refuses a setting or needs it as a
+        Python number, `norms` is not one-dimensional, or `value` has another length.
 
     Examples:
       >>> from zclip_jax import rules
@@ -122,23 +123,55 @@ def sweep(
       >>> settings[1], result.summary["num_fired"].tolist()
       ({'max_norm': 2.5}, [3, 1])
     """
+    settings, decide = compile_sweep(rule_factory, grid)
+    norms, extras = _inputs(norms, value, {})
+    return settings, decide(norms, **extras)
+
+
+def compile_sweep(
+    rule_factory: Callable[..., Rule], grid: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], Callable[..., Replay]]:
+    """Each combination of the grid, and what replays norms with all of them; compiled once for a length."""
     if not grid:
         raise ValueError("sweep needs at least one hyperparameter, such as z_thresh=[2.0, 2.5, 3.0]")
-    settings = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    numbers = {name: _numbers(name, values) for name, values in grid.items()}
+    settings = [dict(zip(numbers, values, strict=True)) for values in itertools.product(*numbers.values())]
     for setting in settings:
         check_rule(rule_factory(**setting))  # checks numbers, too, which it can't once they are traced
-    for name in grid:
+    for name in numbers:
         _check_traceable(rule_factory, name, settings[0])
-    columns = {name: jnp.asarray([setting[name] for setting in settings]) for name in grid}
-    norms, extras = _inputs(norms, value, {})
-    outcomes = jax.jit(jax.vmap(lambda column: decide_all(rule_factory(**column), norms, **extras)))(columns)
-    return settings, Replay(*outcomes)
+    columns = {name: _column([setting[name] for setting in settings]) for name in numbers}
+    decide = jax.jit(
+        lambda columns, norms, extras: jax.vmap(
+            lambda column: decide_all(rule_factory(**column), norms, **extras)
+        )(columns)
+    )
+    return settings, lambda norms, **extras: Replay(*decide(columns, norms, extras))
+
+
+NUMBERS = "one or more numbers, such as [2.0, 3.0]"
+
+
+def _numbers(name: str, values: Any) -> list[Any]:
+    listed = [] if isinstance(values, str | bytes | Mapping) or not np.iterable(values) else list(values)
+    if not listed:
+        raise ValueError(f"{name} must be {NUMBERS}, got {values!r}")
+    for value in listed:
+        if not isinstance(value, bool | np.bool_):  # flags are refused with a reason of their own
+            check_number(name, value, NUMBERS, lambda _: True)
+    return listed
+
+
+def _column(values: list[Any]) -> jax.Array:
+    column = np.asarray(values)
+    wide = column.dtype.kind in "iu" and np.abs(column).max() > INT32_MAX  # more than JAX's integers hold
+    return jnp.asarray(column.astype(float) if wide else values)
 
 
 def _check_traceable(rule_factory: Callable[..., Rule], name: str, setting: dict[str, Any]) -> None:
     others = {other: value for other, value in setting.items() if other != name}
     try:
-        jax.eval_shape(lambda x: rule_factory(**others, **{name: x}).init(), setting[name])
+        jax.eval_shape(lambda x: rule_factory(**others, **{name: x}).init(), _column([setting[name]])[0])
     except (TypeError, ValueError):
         raise ValueError(
             f"{name} can't be swept, since the rule's program depends on it: replay one rule for each value"

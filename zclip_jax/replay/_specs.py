@@ -63,7 +63,7 @@ def parse_spec(text: str) -> Spec:
 
 
 def make_spec(label: str, name: str, settings: Mapping[str, Any]) -> Spec:
-    """A `Spec` after checking name and settings; raises ValueError as `parse_spec`."""
+    """A `Spec` of a rule by name; raises ValueError where it has no such setting or refuses the value."""
     if name not in rule_names():
         raise ValueError(f"no rule is called {name!r}; there are {', '.join(rule_names())}")
     inner, cap = PRESETS.get(name, (name, None))
@@ -91,10 +91,10 @@ def parse_grid(pairs: Sequence[str], spec: Spec) -> dict[str, list[int | float]]
         numbers = [parse_value(value) for value in values.split(",") if value.strip()]
         if not equals or not numbers or not all(isinstance(x, int | float) for x in numbers):
             raise ValueError(
-                f"a sweep is written name=number,number,…, got {pair!r}; compare rules for the rest"
+                f"a sweep is written name=number,number,..., got {pair!r}; compare rules for the rest"
             )
         if (key := key.strip()) in grid:
-            raise ValueError(f"{key} is given twice in a sweep: write {key}=number,number,…")
+            raise ValueError(f"{key} is given twice in a sweep: write {key}=number,number,...")
         grid[key] = numbers
     check_names(spec.name, grid, list(spec.settings))
     return grid

@@ -1,14 +1,12 @@
 """Reports on a terminal."""
 
-import sys
-from collections.abc import Sequence
 from typing import Any
 
-from zclip_jax._extras import require
 from zclip_jax.replay._recommend import CRITERION
+from zclip_jax.replay._terminal import Printer
 from zclip_jax.replay.readers._notes import count
 
-WIDTH = 120  # where the output is no terminal
+MOST = 40  # runs, or sentences in a list, that are shown
 MANY = 4  # rules that fit side by side; of more only these numbers are told, under shorter names
 FEW = {
     "scaled down, by rule or cap": "scaled",
@@ -17,19 +15,22 @@ FEW = {
     "outliers that fired": "outliers",
     "fired below 1.3x": "below 1.3x",
     "locked in from step": "locked in",
+    "runs that lock in": "locked in",
 }
 
 
 def print_report(report: dict[str, Any]) -> None:
     """Prints what `zclip-jax` found, of the mapping that `--json` prints."""
-    log, rules = report["log"], report["rules"]
-    show = _Printer()
-    level = "" if log["median"] is None else f", median {log['median']:.4g}, largest {log['max']:.4g}"
-    show.line(
-        f"{log['name']}, {log['format']}: {count(log['num_norms'], 'norm')} under {log['column']!r}, steps "
-        f"{log['first_step']} to {log['last_step']}{level}"
+    log, rules, runs = report["log"], report["rules"], report["runs"]
+    first, show = rules[0]["rule"], Printer()
+    steps = (
+        f", steps {log['first_step']} to {log['last_step']}" if len(runs) == 1 else f" in {len(runs):,} runs"
     )
-    show.items(log["notes"])
+    level = "" if log["median"] is None else f", median {log['median']:.4g}"
+    level += "" if log["max"] is None else f", largest {log['max']:.4g}"
+    norms = f"{count(log['num_norms'], 'norm')} under {log['column']!r}"
+    show.line(f"{log['name']}, {log['format']}: {norms}{steps}{level}")
+    _items(show, log["notes"])
     if log["num_falling"]:
         are = count(log["num_falling"], "norm is", "norms are")
         show.items([f"{are} above 2x the local median because the level falls, and no outliers"])
@@ -40,15 +41,26 @@ def print_report(report: dict[str, Any]) -> None:
     told = [f"{name} {score:.3%}" for name, score in scores if score is not None]
     if told:
         show.line(f"SpikeScore: {', '.join(told)}")
+    if len(runs) > 1:
+        show.line(f"\nThe runs, in each of which {first} starts afresh")
+        show.table(*_runs(runs[:MOST]))
+        if len(runs) > MOST:
+            show.line(f"and {len(runs) - MOST:,} more: --json tells of all, --run N of one")
     if rules[0]["largest_spikes"]:
-        show.line(f"\nLargest spikes, and what {rules[0]['rule']} makes of them")
+        show.line(f"\nLargest spikes, and what {first} makes of them")
         show.table(*_spikes(rules[0]["largest_spikes"]))
     if "sweep" in report:
-        show.line(f"\nSweep of {rules[0]['rule']}")
+        show.line(f"\nSweep of {first}")
         show.table(*_sweep(report["sweep"]))
     if report["flags"]:
-        show.line(f"\nWhat stands out, for {rules[0]['rule']}")
-        show.items(report["flags"])
+        show.line(f"\nWhat stands out, for {first}")
+        _items(show, report["flags"])
+
+
+def _items(show: Printer, lines: list[str]) -> None:
+    show.items(lines[:MOST])
+    if len(lines) > MOST:
+        show.items([f"and {len(lines) - MOST:,} more: --json tells all"])
 
 
 Table = tuple[list[str], list[list[str]]]
@@ -56,46 +68,71 @@ Table = tuple[list[str], list[list[str]]]
 
 def _comparison(rules: list[dict[str, Any]]) -> Table:
     """A column for each rule, or where they are many a row."""
-    names = [
-        "",
-        "scaled down, by rule or cap",
-        "to, median (least)",
+    columns = [_figures(rule) for rule in rules]
+    if len(rules) > MANY:
+        kept = [name for name in columns[0] if name in FEW]
+        rows = [
+            [rule["rule"], *(its[name] for name in kept)] for rule, its in zip(rules, columns, strict=True)
+        ]
+        return ["", *(FEW[name] for name in kept)], rows
+    return ["", *(rule["rule"] for rule in rules)], [
+        [name, *(its[name] for its in columns)] for name in columns[0]
+    ]
+
+
+def _figures(rule: dict[str, Any]) -> dict[str, str]:
+    """What is told of a rule, of one run or of several, by the names of the rows."""
+    told = {
+        "scaled down, by rule or cap": _share(rule, "scaled"),
+        "to, median (least)": _scale(rule),
+        "fired": _share(rule, "fired"),
+        "capped": _share(rule, "capped"),
+        "outliers that fired": _caught(rule),
+        "fired below 1.3x": _part(rule["num_false_alarms"], rule["num_steps"]),
+        "longest run": f"{rule['longest_run']:,}",
+    }
+    if "num_locked_in" in rule:
+        told["runs that lock in"] = f"{rule['num_locked_in']:,}"
+    else:
+        told["locked in from step"] = _or_dash(rule["locked_in_from"])
+        told["outliers in warm-up"] = _warm_up(rule["warm_up"])
+    return told | {"not finite": f"{rule['num_nonfinite']:,}"}
+
+
+def _runs(runs: list[dict[str, Any]]) -> Table:
+    head = [
+        "run",
+        "norms",
+        "steps",
+        "median",
+        "largest",
         "fired",
         "capped",
-        "outliers that fired",
-        "fired below 1.3x",
-        "longest run",
-        "locked in from step",
-        "outliers in warm-up",
-        "not finite",
+        "outliers",
+        "below 1.3x",
+        "locked in",
     ]
-    columns = [
-        [
-            rule["rule"],
-            _share(rule, "scaled"),
-            _scale(rule),
+    rows = []
+    for number, run in enumerate(runs, 1):
+        log, rule = run["log"], run["rules"][0]
+        level = ["-" if log[name] is None else f"{log[name]:.4g}" for name in ("median", "max")]
+        steps = f"{log['first_step']} to {log['last_step']}"
+        counted = [
             _share(rule, "fired"),
             _share(rule, "capped"),
-            f"{rule['num_caught']:,} of {rule['num_outliers']:,}",
-            _part(rule["num_false_alarms"], rule["num_steps"]),
-            f"{rule['longest_run']:,}",
-            _or_dash(rule["locked_in_from"]),
-            _warm_up(rule["warm_up"]),
-            f"{rule['num_nonfinite']:,}",
+            _caught(rule),
+            f"{rule['num_false_alarms']:,}",
         ]
-        for rule in rules
-    ]
-    if len(rules) > MANY:
-        kept = [names.index(name) for name in ("", *FEW)]
-        return ["", *FEW.values()], [[column[i] for i in kept] for column in columns]
-    head, *rows = map(list, zip(names, *columns, strict=True))
+        locked = _or_dash(rule["locked_in_from"])
+        rows.append([str(number), f"{log['num_norms']:,}", steps, *level, *counted, locked])
     return head, rows
 
 
 def _spikes(spikes: list[dict[str, Any]]) -> Table:
-    return ["step", "norm", "local median", "ratio", "allowed", "fired"], [
+    run = ["run"] if "run" in spikes[0] else []
+    return [*run, "step", "norm", "local median", "ratio", "allowed", "fired"], [
         [
-            str(spike["step"]),
+            *(str(spike[name]) for name in (*run, "step")),
             f"{spike['norm']:.4g}",
             f"{spike['local_median']:.4g}",
             f"{spike['ratio']:.1f}x" if spike["ratio"] < 1e5 else f"{spike['ratio']:.2g}x",
@@ -108,25 +145,26 @@ def _spikes(spikes: list[dict[str, Any]]) -> Table:
 
 def _sweep(rows: list[dict[str, Any]]) -> Table:
     names = list(rows[0]["settings"])
-    head = ["fired", "capped", "outliers that fired", "fired below 1.3x", "longest run", "locked in from"]
-    return [*names, *head], [
+    several = "num_locked_in" in rows[0]
+    head = ["fired", "capped", "outliers that fired", "fired below 1.3x", "longest run"]
+    return [*names, *head, "runs that lock in" if several else "locked in from"], [
         [
             *("inf" if row["settings"][name] is None else f"{row['settings'][name]:g}" for name in names),
             _share(row, "fired"),
             _share(row, "capped"),
-            f"{row['num_caught']:,} of {row['num_outliers']:,}",
+            _caught(row),
             _part(row["num_false_alarms"], row["num_steps"]),
             f"{row['longest_run']:,}",
-            _or_dash(row["locked_in_from"]),
+            f"{row['num_locked_in']:,}" if several else _or_dash(row["locked_in_from"]),
         ]
         for row in rows
     ]
 
 
-def _print_choice(show: "_Printer", found: dict[str, Any]) -> None:
+def _print_choice(show: Printer, found: dict[str, Any]) -> None:
     best, curve = found["best"], found["curve"]
-    settings = ", ".join(f"{name}={value:g}" for name, value in best["settings"].items())
-    show.line(f"\nBest of {found['num_candidates']} candidates: {best['preset']}({settings})")
+    show.line(f"\nBest of {found['num_candidates']} candidates: {best['call']}")
+    show.items([f"the same on the command line: --rule {best['rule']}; without a cap, which played no part"])
     show.items([f"criterion: {CRITERION}", found["check"], *found["doubts"]])
     threshold = next(iter(best["settings"]))
     show.line(f"\nThe trade-off along {threshold}")
@@ -144,6 +182,10 @@ def _print_choice(show: "_Printer", found: dict[str, Any]) -> None:
         ],
     )
     show.line("Beside the defaults")
+
+
+def _caught(rule: dict[str, Any]) -> str:
+    return f"{rule['num_caught']:,} of {rule['num_outliers']:,}"
 
 
 def _share(rule: dict[str, Any], name: str) -> str:
@@ -169,38 +211,3 @@ def _warm_up(health: dict[str, Any]) -> str:
 
 def _or_dash(step: int | None) -> str:
     return "-" if step is None else str(step)
-
-
-def _reraise() -> None:
-    raise
-
-
-class _Printer:
-    """Text as it is: names in a log may look like markup."""
-
-    def __init__(self) -> None:
-        console = require("rich.console", "replay", "the report")
-        self._table, self._box = (
-            require("rich.table", "replay", "the report"),
-            require("rich.box", "replay", "the report"),
-        )
-        self._console = console.Console(
-            width=None if sys.stdout.isatty() else WIDTH, highlight=False, emoji=False
-        )
-        self._console.on_broken_pipe = _reraise  # rich would exit with 1
-
-    def line(self, text: str) -> None:
-        self._console.print(text, markup=False, soft_wrap=not self._console.is_terminal)
-
-    def items(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self.line(f"- {line}")
-
-    def table(self, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        text = require("rich.text", "replay", "the report").Text
-        table = self._table.Table(box=self._box.SIMPLE_HEAD, pad_edge=False)
-        for i, name in enumerate(head):
-            table.add_column(text(name), justify="right" if i else "left", overflow="fold")
-        for row in rows:
-            table.add_row(*map(text, row))
-        self._console.print(table)

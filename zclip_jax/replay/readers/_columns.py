@@ -2,52 +2,120 @@
 
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from zclip_jax.replay.readers._names import loss_rank, norm_rank, run_of, step_rank
-from zclip_jax.replay.readers._notes import (
-    cadence_of,
-    count,
-    listing,
-    notes_on_norms,
-    notes_on_steps,
-    shorten,
+from zclip_jax.replay.readers._names import (
+    attempt_rank,
+    epoch_rank,
+    matters,
+    process_rank,
+    step_rank,
 )
-from zclip_jax.replay.readers._recording import Recording
+from zclip_jax.replay.readers._notes import shorten
+from zclip_jax.replay.readers._numbers import parse_number
 
-LOOKED_FOR = "looked for a name like grad_norm, train/grad_norm or norm; choose another with --column"
 LARGEST_STEP = 2.0**53  # above, float64 has no integers of its own
 
 
 class Column:
-    """The numbers under one name, and in which rows they stand."""
+    """The numbers under one name, and in which rows they stand.
 
-    def __init__(self) -> None:
+    Args:
+      whole: they count something, so that a number which is rounded is none; of "10/600" the 10 is read.
+    """
+
+    def __init__(self, whole: bool = False) -> None:
+        self.whole = whole
         self.rows, self.values = array("q"), array("d")
         self.num_strings = self.num_wrong = 0
         self.first_wrong = ""  # what is there, but no number
+        self.first_rounded = ""
+        self.num_several = 0  # that others follow
+        self.first_several = ""
+        self.ambiguous = array("q")  # places of "12,345", which may be 12.345
+        self.points = self.commas = False  # whether decimals follow a point, and a comma
 
     def append(self, row: int, value: Any) -> None:
-        if type(value) is float:
+        if type(value) is str:
+            number = self._parse(value)
+        elif type(value) is float:
             number = value
-        elif value is None or value == "":
+        elif value is None:
             return
         else:
-            try:
-                number = float(str(value) if isinstance(value, bool) else value)
-            except (TypeError, ValueError):
-                if told := str(value).strip():
-                    self.num_wrong += 1
-                    self.first_wrong = self.first_wrong or shorten(told, 30)
-                return
-            except OverflowError:  # an integer of more than 308 digits
-                number = math.inf
-            self.num_strings += type(value) is str and math.isfinite(number)
-        self.rows.append(row)
-        self.values.append(number)
+            number = self._convert(value)
+        if number is not None:
+            self.rows.append(row)
+            self.values.append(number)
+
+    def _convert(self, value: Any) -> float | None:
+        if isinstance(value, list | tuple) and len(value) == 1:
+            value = value[0]
+        try:
+            return float(str(value) if isinstance(value, bool) else value)
+        except (TypeError, ValueError):
+            return self._parse(str(value))
+        except OverflowError:  # an integer of more than 308 digits
+            return math.inf
+
+    def extend(self, first_row: int, texts: Sequence[str]) -> None:
+        """Appends a number to each of the next rows."""
+        try:
+            if self.whole and "e" in "".join(texts).lower():
+                raise ValueError("perhaps rounded")
+            self.values.extend(map(float, texts))
+        except ValueError:
+            del self.values[len(self.rows) :]
+            for row, text in enumerate(texts, first_row):
+                self.append(row, text)
+            return
+        self.rows.extend(range(first_row, first_row + len(texts)))
+        self.num_strings += len(texts)
+        self.points = self.points or "." in texts[0]
+
+    def _parse(self, text: str) -> float | None:
+        try:
+            number = float(text)  # most are, and this is 10 times faster
+        except ValueError:
+            number = self._parse_odd(text)
+        else:
+            self.points = self.points or "." in text
+            if self.whole and "e" in text.lower():
+                number = self._parse_odd(text)
+        self.num_strings += number is not None and math.isfinite(number)
+        return number
+
+    def _parse_odd(self, text: str) -> float | None:
+        if self.whole and "/" in text:
+            done, _, total = text.partition("/")
+            text = done if parse_number(total) else text
+        read = parse_number(text)
+        if read is None:
+            told = shorten(text.strip(), 30)
+            self.num_wrong += bool(told)
+            self.first_wrong = self.first_wrong or told
+            return None
+        if self.whole and read.rounded:
+            self.first_rounded = self.first_rounded or text.strip()
+            return math.nan
+        if read.comma == "either" and not self.whole:
+            self.ambiguous.append(len(self.rows))
+        self.commas = self.commas or read.comma == "decimal"
+        self.points = self.points or (not read.comma and "." in text)
+        return read.value
+
+    def note_several(self, text: str) -> None:
+        self.num_several += 1
+        self.first_several = self.first_several or shorten(text, 60)
+
+    def settle_commas(self, decimal: bool) -> None:
+        """Divides what was read as thousands, where commas are for decimals."""
+        if decimal:
+            for place in self.ambiguous:
+                self.values[place] /= 1000
 
     def at(self, rows: np.ndarray, num_rows: int) -> np.ndarray:
         """The numbers in these rows, NaN where there is none."""
@@ -55,34 +123,95 @@ class Column:
         full[np.asarray(self.rows, int)] = self.values
         return full[rows]
 
+    def has(self, rows: np.ndarray) -> np.ndarray:
+        """Which of these rows have one, be it rounded."""
+        mine = np.asarray(self.rows, int)
+        there = np.zeros(1 + max(mine.max(initial=0), rows.max(initial=0)), bool)
+        there[mine] = True
+        return there[rows]
+
+
+class Labels(Column):
+    """What tells processes apart: any text, each numbered as it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.labels: dict[str, int] = {}
+
+    def append(self, row: int, value: Any) -> None:
+        if value is None or value == "":
+            return
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        self.rows.append(row)
+        self.values.append(self.labels.setdefault(shorten(str(value), 40), len(self.labels)))
+
+    def extend(self, first_row: int, texts: Sequence[str]) -> None:
+        for row, text in enumerate(texts, first_row):
+            self.append(row, text)
+
 
 class Columns(dict[str, Column | None]):
-    """Collects the norms, steps and losses of a log, row by row, and makes a `Recording` of them.
+    """Collects the norms, steps and losses of a log, row by row.
 
     It maps each name to its column, or to None where the name doesn't matter.
 
     Args:
       wanted: the name of the norm; None for the one that fits best.
       typed: numbers have a type of their own in this format, so that those in strings are odd.
+      unit: what a row is called in notes; a "line" without a norm is not worth one.
     """
 
-    def __init__(self, wanted: str | None, *, typed: bool = False) -> None:
-        self.wanted, self.typed = wanted, typed
+    def __init__(self, wanted: str | None, *, typed: bool = False, unit: str = "row") -> None:
+        self.wanted, self.typed, self.unit = wanted, typed, unit
         self.num_rows = 0
+        self.drawn = array("q")  # rows that a progress bar may draw anew
+        self.kinds = array("q")  # of each row, what it has
+        self._kinds: dict[tuple[str, ...], int] = {}
 
     def __missing__(self, name: str) -> Column | None:
-        matters = name == self.wanted or any(
-            rank(name) is not None for rank in (norm_rank, step_rank, loss_rank)
-        )
-        self[name] = column = Column() if matters else None
+        column: Column | None = None
+        if self.is_wanted(name):
+            column = Column()
+        elif process_rank(name) is not None:
+            column = Labels()
+        elif matters(name):
+            column = Column(
+                whole=any(rank(name) is not None for rank in (step_rank, epoch_rank, attempt_rank))
+            )
+        self[name] = column
         return column
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def is_wanted(self, name: str) -> bool:
+        """Whether it is the name asked for, also with points between its parts, or a part below it."""
+        if self.wanted is None:
+            return False
+        return f"{_dotted(name)}.".startswith(f"{_dotted(self.wanted)}.")
+
+    def add(self, row: Mapping[str, Any], kind: tuple[str, ...] = ()) -> None:
+        """Takes a row; rows of one `kind` have the same names."""
         for name, value in row.items():
             column = self[name]
             if column is not None:
                 column.append(self.num_rows, value)
+        self.end_row(kind)
+
+    def end_row(self, kind: tuple[str, ...] = ()) -> None:
+        self.kinds.append(self._kinds.setdefault(kind, len(self._kinds)))
         self.num_rows += 1
+
+    def extend(self, names: Sequence[str], rows: Sequence[Sequence[str]], kind: tuple[str, ...]) -> None:
+        """Takes rows that have something under the same of these names, and "" under the others."""
+        for name, texts in zip(names, zip(*rows, strict=True), strict=True):
+            column = self[name]
+            if column is not None and texts[0]:
+                column.extend(self.num_rows, texts)
+        number = self._kinds.setdefault(kind, len(self._kinds))
+        self.kinds.extend([number] * len(rows))
+        self.num_rows += len(rows)
+
+    def kind(self, number: int) -> tuple[str, ...]:
+        return next(kind for kind, place in self._kinds.items() if place == number)
 
     def ranked(self, rank: Callable[[str], int | None]) -> list[tuple[int, str, Column]]:
         """The columns with numbers that have a rank, best first and then as they came."""
@@ -93,101 +222,15 @@ class Columns(dict[str, Column | None]):
         ]
         return sorted(found, key=lambda one: one[0])
 
-    def norm(self) -> tuple[str, Column, list[str]]:
-        """The name and numbers of the norm, and a note if others fit as well.
 
-        Raises:
-          ValueError: there is none.
-        """
-        ranked = self.ranked(
-            norm_rank if self.wanted is None else lambda name: 0 if name == self.wanted else None
-        )
-        if not ranked:
-            wrong = [c.first_wrong for n, c in self.items() if c and c.num_wrong and norm_rank(n) is not None]
-            found = f"found {listing(list(self))}" if self else "found no names at all"
-            found += f", with {wrong[0]!r} for a norm" if wrong else ""
-            what = "gradient norm" if self.wanted is None else f"number under {self.wanted!r}"
-            raise ValueError(f"no {what}: {found};\n{LOOKED_FOR}")
-        best, name, column = ranked[0]
-        equal = [other for rank, other, _ in ranked[1:] if rank == best]
-        notes = []
-        if equal:
-            notes.append(
-                f"{1 + len(equal)} norm columns: {name} (read), {listing(equal, 4)}; choose with --column"
-            )
-        return name, column, notes
+def flatten(row: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
+    """The names and values of a row, with what is nested named as "train/grad_norm"."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{above}{name}/")
+        else:
+            yield f"{above}{name}", value
 
-    def recording(
-        self, form: str, notes: Iterable[str] = (), settings: dict[str, Any] | None = None
-    ) -> Recording:
-        """What was collected, with notes on what is odd in it after the `notes` given."""
-        name, norm, several = self.norm()
-        rows = np.asarray(norm.rows, int)
-        norms = np.asarray(norm.values)
-        steps, on_numbering = self._steps(rows, run_of(name))
-        cadence = cadence_of(steps)
-        on_rows = []
-        if norm.num_wrong:
-            what = count(norm.num_wrong, "row has", "rows have")
-            on_rows.append(f"{what} no number for a norm, first {norm.first_wrong!r}; left out")
-        left_out = self.num_rows - rows.size - norm.num_wrong
-        if left_out:
-            on_rows.append(
-                f"{count(left_out, 'row has no norm and is', 'rows have no norm and are')} left out"
-            )
-        if self.typed and norm.num_strings:
-            on_rows.append(
-                f"{count(norm.num_strings, 'norm is a string', 'norms are strings')}, read as numbers"
-            )
-        on_values = notes_on_steps(steps, cadence) + notes_on_norms(norms, steps)
-        return Recording(
-            norms=norms,
-            steps=steps,
-            loss=self._loss(rows, run_of(name)),
-            format=form,
-            column=name,
-            cadence=cadence,
-            notes=(*notes, *several, *on_rows, *on_numbering, *on_values),
-            settings=settings or {},
-        )
 
-    def _beside(self, rank: Callable, rows: np.ndarray, run: str) -> list[tuple[str, np.ndarray]]:
-        """The columns of that kind that have numbers in these rows, best first; none of other runs."""
-        ranked = [(name, column) for _, name, column in self.ranked(rank) if run_of(name) in ("", run)]
-        return [
-            (name, column.at(rows, self.num_rows))
-            for name, column in ranked
-            if np.isin(rows, np.asarray(column.rows)).any()
-        ]
-
-    def _steps(self, rows: np.ndarray, run: str) -> tuple[np.ndarray, list[str]]:
-        candidates = self._beside(step_rank, rows, run)
-        numbered = {name: x[np.abs(x) < LARGEST_STEP] for name, x in candidates}
-        restarts = {name: int((np.diff(x) < 0).sum()) for name, x in numbered.items()}
-        # A step that starts anew each epoch is often beside one that doesn't.
-        candidates.sort(key=lambda candidate: restarts[candidate[0]] > 0)
-        if not candidates:
-            return np.arange(rows.size), [
-                "no steps in the log: rows are numbered from 0, and how often it was logged is unknown"
-            ]
-        name, numbers = candidates[0]
-        notes = []
-        for other, _ in candidates[1:]:
-            if restarts[other] and not restarts[name]:
-                back = count(restarts[other], "time")
-                again = count(numbered[other].size - np.unique(numbered[other]).size, "row")
-                notes.append(
-                    f"{other} goes backwards {back} and repeats in {again}; {name} is read in its place"
-                )
-        known = np.abs(numbers) < LARGEST_STEP
-        if not known.all():
-            unnumbered = count(int((~known).sum()), "row has", "rows have")
-            notes.append(f"{unnumbered} no step and count on from the row before")
-        places = np.arange(rows.size)
-        last_known = np.maximum.accumulate(np.where(known, places, 0))
-        steps = np.where(known, numbers, 0).astype(int)
-        return steps[last_known] + places - last_known, notes
-
-    def _loss(self, rows: np.ndarray, run: str) -> np.ndarray | None:
-        candidates = self._beside(loss_rank, rows, run)
-        return candidates[0][1] if candidates else None
+def _dotted(name: str) -> str:
+    return name.replace("/", ".")

@@ -1,11 +1,17 @@
 """CSV and TSV, exports of W&B among them."""
 
 import csv
+import itertools
 from collections.abc import Iterable, Iterator
 
 from zclip_jax.replay.readers._columns import Columns
+from zclip_jax.replay.readers._last_stage import make_recording
 from zclip_jax.replay.readers._names import norm_rank
+from zclip_jax.replay.readers._numbers import parse_number
 from zclip_jax.replay.readers._recording import Recording
+
+BLOCK = 1 << 8  # rows that are converted at once
+NO_NAME = frozenset("<>{}=|\x1b")  # what stands in no name of a column, but in bars and what else is printed
 
 
 def find_delimiter(lines: list[str]) -> str | None:
@@ -18,18 +24,12 @@ def find_delimiter(lines: list[str]) -> str | None:
         if len(rows) < 2 or len(rows[0]) != len(rows[1]):
             continue
         header, row = rows
+        if any(NO_NAME.intersection(cell) for cell in header):
+            continue
         is_table = len(header) > 1 or (len(header) == 1 and norm_rank(header[0]) is not None)
-        if is_table and not any(map(_is_number, header)) and any(map(_is_number, row)):
+        if is_table and not any(map(parse_number, header)) and any(map(parse_number, row)):
             return delimiter
     return None
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def read_csv(lines: Iterable[str], column: str | None, delimiter: str) -> Recording:
@@ -39,17 +39,42 @@ def read_csv(lines: Iterable[str], column: str | None, delimiter: str) -> Record
     reader = csv.reader(_without_cut_cell(lines, delimiter, unfinished), delimiter=delimiter)
     row: list[str] = []
     try:
-        header = next(row for row in reader if row)
-        places = [(name, place) for place, name in enumerate(header) if columns[name]]
+        header, notes = _names(next(row for row in reader if row), columns)
+        places = [place for place, name in enumerate(header) if columns[name] is not None]
+        names = [header[place] for place in places]
+        block: list[list[str]] = []  # rows with the same cells blank
+        filled: tuple[bool, ...] = ()
         for row in reader:
-            if row:
-                columns.add({name: row[place] for name, place in places if place < len(row)})
+            if not row:
+                continue
+            cells = [row[place] if place < len(row) else "" for place in places]
+            there = tuple(map(bool, cells))
+            if block and (there != filled or len(block) == BLOCK):
+                columns.extend(names, block, tuple(itertools.compress(names, filled)))
+                block = []
+            filled = there
+            block.append(cells)
+        if block:
+            columns.extend(names, block, tuple(itertools.compress(names, filled)))
     except csv.Error as error:
         raise ValueError(f"CSV that is damaged in line {reader.line_num}: {error}") from None
-    notes = []
-    if unfinished and (len(row) < len(header) or columns[header[-1]]):
+    if unfinished and (len(row) < len(header) or columns[header[-1]] is not None):
         notes.append(f"the last line has no line end, so {unfinished[0]!r} may be cut off and is left out")
-    return columns.recording("CSV", notes)
+    return make_recording(columns, "CSV", notes)
+
+
+def _names(header: list[str], columns: Columns) -> tuple[list[str], list[str]]:
+    """The names of the columns, each another, and a note on those that were there twice."""
+    names: list[str] = []
+    notes = []
+    for name in map(str.strip, header):
+        times = 1 + sum(other == name or other.startswith(f"{name} (") for other in names)
+        if times == 2 and columns[name] is not None:
+            notes.append(
+                f"several columns are called {name}: the first is read, and the next called {name} (2)"
+            )
+        names.append(name if times == 1 else f"{name} ({times})")
+    return names, notes
 
 
 def _without_cut_cell(lines: Iterable[str], delimiter: str, unfinished: list[str]) -> Iterator[str]:

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 from zclip_jax._extras import require
-from zclip_jax.replay.readers._columns import Columns
+from zclip_jax.replay.readers._columns import Columns, flatten
+from zclip_jax.replay.readers._last_stage import make_recording
 from zclip_jax.replay.readers._recording import Recording
 
 
@@ -14,10 +15,16 @@ def read_parquet(path: Path, column: str | None) -> Recording:
     columns = Columns(column, typed=True)
     try:
         with parquet.ParquetFile(path) as file:
-            names = [name for name in file.schema_arrow.names if columns[name] is not None]
+            names = [
+                field.name
+                for field in file.schema_arrow
+                if columns[field.name] is not None or arrow.types.is_struct(field.type)
+            ]
             for batch in file.iter_batches(columns=names) if names else ():
                 for row in batch.to_pylist():
-                    columns.add(row)
+                    columns.add(
+                        dict(flatten(row)), tuple(name for name, value in row.items() if value is not None)
+                    )
     except (arrow.ArrowException, OSError) as error:
         raise ValueError(f"Parquet that is cut off or damaged: {str(error).splitlines()[0]}") from None
-    return columns.recording("Parquet")
+    return make_recording(columns, "Parquet")

@@ -6,25 +6,27 @@ import os
 import re
 import zlib
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
-from typing import TextIO
 
 from zclip_jax.replay.readers._csv import find_delimiter, read_csv
 from zclip_jax.replay.readers._json import parse_object, read_document, read_lines
+from zclip_jax.replay.readers._lines import open_text
 from zclip_jax.replay.readers._parquet import read_parquet
 from zclip_jax.replay.readers._recording import Recording
 from zclip_jax.replay.readers._tensorboard import is_events, read_tensorboard
 from zclip_jax.replay.readers._text import read_text
 
-HEAD = 1 << 16  # bytes and characters that tell the format
+HEAD = 1 << 16  # bytes and characters, at least, that tell the format
 
 
 def read(path: str | os.PathLike[str], *, column: str | None = None) -> Recording:
     r"""Reads the gradient norms of a recorded run.
 
     The format is found by content: trainer states of Hugging Face, JSON, JSON lines, CSV and TSV, Parquet,
-    TensorBoard event files, exports of W&B, and what trainers print; text may be gzipped. Norms stay in the order
-    of the file, also where steps repeat or go backwards, and what is odd is told in `notes`.
+    TensorBoard event files, exports of W&B, and what trainers print; text may be gzipped. Of several processes one is
+    read, and of a resumed run the last attempt at each step. Otherwise norms stay in the order of the file, and what
+    is odd is told in `notes`. Several runs in one file stand one after the other; `runs` of the result divides them.
 
     Args:
       path: a file, or a folder with TensorBoard event files in it or below.
@@ -67,23 +69,31 @@ def _read(path: Path, column: str | None) -> Recording:
         return read_parquet(path, column)
     if is_events(head):
         return read_tensorboard(path, column)
-    opener = gzip.open if head.startswith(b"\x1f\x8b") else open
-    # Lines keep their ends: a progress bar returns the carriage, and a line cut off has none.
-    with opener(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as file:
-        start = file.read(HEAD)
+    with open_text(path) as file:
+        start = _start(file)
         file.seek(0)
         return _reader(start)(file, column)
 
 
-def _reader(start: str) -> Callable[[TextIO, str | None], Recording]:
-    """What reads text that starts so."""
-    lines = [line for line in re.split(r"[\r\n]+", start) if line.strip()]
-    if not lines:
-        raise ValueError("an empty file")
+def _start(file: TextIOWrapper) -> str:
+    """The first lines, at least two, each whole."""
+    start = file.read(HEAD)
     if start.count("\0") + start.count("\ufffd") > len(start) / 10:
         raise ValueError("binary data that is neither Parquet nor TensorBoard events")
-    if len(lines) > 1 and len(start) == HEAD:
-        lines.pop()  # it goes on
+    while start and len(_lines(start)) < 3 and (line := file.readline()):
+        start += line
+    return start + file.readline()
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in re.split(r"[\r\n]+", text) if line.strip()]
+
+
+def _reader(start: str) -> Callable[[TextIOWrapper, str | None], Recording]:
+    """What reads text that starts so."""
+    lines = _lines(start)
+    if not lines:
+        raise ValueError("an empty file")
     num_objects = sum(parse_object(line) is not None for line in lines)
     if re.match(r'\s*(\{\s*["}]|\[\s*[{\]])', start) and (
         2 * num_objects < len(lines) or '"log_history"' in lines[0]

@@ -7,10 +7,12 @@ from typing import Any
 
 from zclip_jax._extras import require
 from zclip_jax.replay.readers._columns import Columns
+from zclip_jax.replay.readers._last_stage import make_recording
 from zclip_jax.replay.readers._names import RUN
 from zclip_jax.replay.readers._notes import count
 from zclip_jax.replay.readers._recording import Recording
 
+START = ""  # in place of a tag: the run is resumed
 FRAME = 16  # bytes around each record: its length and two checksums
 
 
@@ -32,10 +34,14 @@ def read_tensorboard(path: Path, column: str | None) -> Recording:
     # Each scalar is an event of its own. Those of one row share run and step, and how often it came before.
     rows: dict[tuple[str, int, int], int] = {}
     seen: dict[tuple[str, int], int] = {}
+    attempts: dict[str, int] = {}  # a writer that purges what it will log again says so as it starts
     for file in files:
         run = os.path.relpath(file.parent, base)
         prefix = "" if run == "." else run + RUN
         for tag, step, value in _scalars(file, notes):
+            if tag == START:
+                attempts[run] = attempts.get(run, 0) + 1
+                continue
             name = prefix + tag
             scalars = columns[name]
             if scalars is None:
@@ -43,9 +49,9 @@ def read_tensorboard(path: Path, column: str | None) -> Recording:
             time = seen[name, step] = seen.get((name, step), -1) + 1
             row = rows.setdefault((run, step, time), len(rows))
             if row == columns.num_rows:
-                columns.add({f"{prefix}step": step})
+                columns.add({f"{prefix}step": step, f"{prefix}attempt": attempts.get(run)})
             scalars.append(row, value)
-    return columns.recording("TensorBoard", notes)
+    return make_recording(columns, "TensorBoard", notes)
 
 
 def _head(file: Path) -> bytes:
@@ -63,6 +69,8 @@ def _scalars(file: Path, notes: list[str]) -> Iterator[tuple[str, int, float]]:
     for record in loader.RawEventFileLoader(str(file)).Load():
         size += len(record) + FRAME
         event: Any = protos.Event.FromString(record)
+        if event.session_log.status == protos.SessionLog.START:
+            yield START, event.step, 0.0
         for value in event.summary.value:
             if value.HasField("simple_value"):
                 yield value.tag, event.step, value.simple_value
