@@ -11,6 +11,7 @@ A run whose result is in the results is not run again.
 """
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -78,10 +79,12 @@ def run(
 
 def _value(text: str) -> Any:
     """What YAML makes of it, but for `none` and for numbers such as 1e-3."""
-    try:
-        return int(text) if text.isdigit() else float(text)
-    except ValueError:
-        return None if text == "none" else yaml.safe_load(text)
+    if text == "none":
+        return None
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return yaml.safe_load(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -99,7 +99,7 @@ def draw(plot: Mapping[str, Any], found: Sequence[Record], path: Path) -> str | 
     figure = kinds[plot["kind"]](plot, found)
     if figure is None:
         return None
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
     return path.name
 
