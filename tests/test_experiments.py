@@ -87,6 +87,7 @@ def lane(**changes):
     return {name: jnp.asarray(x) for name, x in (numbers | changes).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", config.FAULTS)
 def test_bad_batches_are_bad_on_their_steps_only(fault):
     bad = lane(fault=config.FAULTS.index(fault))
@@ -133,6 +134,7 @@ def test_the_rate_rises_stays_and_falls():
     assert rates[49] == pytest.approx(0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "alone"),
     [
@@ -169,6 +171,7 @@ def test_an_arm_in_a_shared_program_decides_as_its_rule_alone(text, alone):
     np.testing.assert_allclose(scales(shared), scales(single), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_choose_keeps_the_states_of_all():
     rule = choose([rules.fixed(1.0), rules.level()], jnp.asarray(1))
     state = rule.init()
@@ -310,6 +313,7 @@ def test_steps_to_reach_a_loss_are_interpolated():
     assert grid["none", "plain"][0] == math.inf
 
 
+@pytest.mark.slow
 def test_the_report_is_made_from_results_alone(tmp_path, capsys):
     for name in EXPERIMENTS:
         lines = []

@@ -52,7 +52,7 @@ def test_a_cap_on_the_norm_of_all_takes_the_update_away_beside_a_loud_tensor(nam
 
 
 @pytest.mark.parametrize("name", [GLOBAL, LEAF])
-@pytest.mark.parametrize("tensor", ["scale", "matrix"])
+@pytest.mark.parametrize("tensor", [pytest.param("scale", marks=pytest.mark.slow), "matrix"])
 def test_without_a_cap_or_by_leaf_the_update_stays(name, tensor):
     sizes = bench.size(updates_of(name)[tensor][LOUD_CASE], updates_of("nothing")[tensor][LOUD_CASE])
     np.testing.assert_allclose(sizes, 1.0, atol=2e-3)
