@@ -25,6 +25,8 @@ def with_spikes(norms, at, factor):
 # For tests of which numbers meet, not of their last bits: generating the code is most of their time.
 FAST = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
 fast_jit = functools.partial(jax.jit, compiler_options=FAST)
+# Makes a mesh current, under the name that JAX's version has.
+in_mesh = jax.set_mesh if hasattr(jax, "set_mesh") else jax.sharding.use_mesh  # pyrefly: ignore
 
 TRACES = {
     "steady": noisy(1.0, 300),

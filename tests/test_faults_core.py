@@ -5,16 +5,14 @@ import re
 import subprocess
 import sys
 
-import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from tests.cases import fast_jit, zscore_oracle
+from tests.cases import fast_jit, in_mesh, zscore_oracle
 from zclip_jax import (
     Decision,
     Rule,
@@ -97,14 +95,10 @@ def test_2_a_state_of_numpy_arrays_goes_on(rule):
     tx, norms = clip_by_rule(rule), [1.0, 1.1, 0.9, 1.0, 1.2]
     want, _ = drive(tx, [*norms, 5.0])
     _, state = drive(tx, norms)
-    for restored in (
-        flax.serialization.from_bytes(state, flax.serialization.to_bytes(state)),
-        pickle.loads(pickle.dumps(jax.device_get(state))),
-    ):
-        updates, after = tx.update(jnp.full(1, 5.0), restored)
-        tell(2, "update after the state was NumPy arrays", float(updates[0]))
-        np.testing.assert_allclose(updates, want, rtol=1e-6)
-        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(after))
+    updates, after = tx.update(jnp.full(1, 5.0), pickle.loads(pickle.dumps(jax.device_get(state))))
+    tell(2, "update after the state was NumPy arrays", float(updates[0]))
+    np.testing.assert_allclose(updates, want, rtol=1e-6)
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(after))
 
 
 def test_3_transplant_takes_every_state():
@@ -127,24 +121,13 @@ def test_3_transplant_takes_every_state():
     tell(3, "norms known after a number became a schedule", int(kept.num_norms))
     assert int(kept.num_norms) == 30
 
-    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-    new = nnx.Optimizer(model, optax.chain(zclip(), optax.adam(0.1)), wrt=nnx.Param)
-    _, report = transplant(optimizer, new)
-    tell(3, "carried from an nnx.Optimizer", report.carried)
-    assert "opt_state/1/0 ScaleByAdamState" in report.carried
-    # nnx.state keeps no types, so that Adam's moments could be AdaBelief's.
-    with pytest.raises(ValueError, match=r"^old_opt_state must be .*opt_state of an nnx.Optimizer") as error:
-        transplant(nnx.state(optimizer), new)
-    tell(3, "said to nnx.state", str(error.value))
-
 
 def test_4_a_stacked_layer_axis_split_over_an_explicit_mesh():
     mesh = jax.make_mesh((4,), ("layers",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
     tx = clip_by_rule(rules.fixed(1.0), granularity="leaf", stacked=lambda path: path[0].key == "blocks")
     grads = {"blocks": jnp.arange(16.0).reshape(8, 2), "head": jnp.asarray([3.0, 4.0])}
     want, _ = tx.update(grads, tx.init(grads))
-    with jax.set_mesh(mesh) if hasattr(jax, "set_mesh") else jax.sharding.use_mesh(mesh):
+    with in_mesh(mesh):
         split = jax.device_put(
             grads,
             {

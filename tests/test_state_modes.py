@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.cases import in_mesh
 from tests.transformations import (
     BY_NAME,
     GRADS,
@@ -184,7 +185,7 @@ FACTORIES = """
 import jax
 from jax._src import xla_bridge
 import numpy as np, optax
-from tests.cases import RULES
+from tests.cases import RULES, in_mesh
 from tests.transformations import TRANSFORMATIONS, is_stacked
 from zclip_jax import clip_by_rule, rules, skip_by_rule, zclip, levelclip
 
@@ -288,7 +289,7 @@ def test_a_split_tree_decides_as_a_whole_one(axis, granularity, split):
 
     want, want_logged = step(grads)
     shardings = {name: NamedSharding(mesh, spec) for name, spec in SPLITS[split].items()}
-    with jax.set_mesh(mesh):
+    with in_mesh(mesh):
         got, logged = jax.jit(step)(jax.device_put(grads, shardings))
     assert len(np.unique(want_logged["zclip/bound"])) == (2 if granularity in ("stacked", "label") else 1)
     for key, x in logged.items():
