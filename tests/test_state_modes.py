@@ -185,7 +185,7 @@ FACTORIES = """
 import jax
 from jax._src import xla_bridge
 import numpy as np, optax
-from tests.cases import RULES, in_mesh
+from tests.cases import RULES
 from tests.transformations import TRANSFORMATIONS, is_stacked
 from zclip_jax import clip_by_rule, rules, skip_by_rule, zclip, levelclip
 
