@@ -47,7 +47,7 @@ def test_a_schedule_with_bad_values_is_an_error_at_init():
         rules.fixed(optax.constant_schedule(-1.0)).init()
 
 
-@pytest.mark.parametrize("p", [0.0, 10.0, 37.5, 100.0])
+@pytest.mark.parametrize("p", [37.5, *(pytest.param(p, marks=pytest.mark.slow) for p in (0.0, 10.0, 100.0))])
 def test_percentile_is_numpys_over_a_long_window(p, x64):
     """With ties, before and after the window of 10,000 is full."""
     rng = np.random.default_rng(0)

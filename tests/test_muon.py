@@ -73,7 +73,7 @@ def test_a_norm_for_each_tensor_holds_a_spike_where_one_norm_for_all_does_not_se
     assert (deviation(GLOBAL, BOTH_CASE) > 1.3).all()
 
 
-@pytest.mark.parametrize(("width", "want"), [(128, 10), (512, 21)])
+@pytest.mark.parametrize(("width", "want"), [(128, 10), pytest.param(512, 21, marks=pytest.mark.slow)])
 def test_a_clip_after_muon_divides_every_update(width, want):
     assert bench.shrunk_after_muon(width) == pytest.approx(want, rel=0.02)
 
@@ -92,7 +92,7 @@ def run_step_by_step(tx, grads):
     return jax.tree.map(lambda *x: np.stack(x), *updates), logged
 
 
-@pytest.mark.parametrize("name", [bench.RECOMMENDED, EACH])
+@pytest.mark.parametrize("name", [bench.RECOMMENDED, pytest.param(EACH, marks=pytest.mark.slow)])
 def test_the_chains_of_the_docs_hold_a_spike_beside_a_loud_tensor_and_name_it(name):
     grads = {name: x[0] for name, x in bench.gradients(**BOTH).items()}
     updates, logged = run_step_by_step(bench.chains()[name], grads)

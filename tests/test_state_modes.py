@@ -52,7 +52,7 @@ def finite_steps():
 
 
 @each(QUICK)
-@pytest.mark.parametrize("made", ["x32", "x64"])
+@pytest.mark.parametrize("made", ["x32", pytest.param("x64", marks=pytest.mark.slow)])
 def test_x64_keeps_the_types_of_a_state(name, made):
     """Made with 64 bits or without, and carried on with them; the updates keep their types too."""
     this = program(name)
