@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.cases import fast_jit
+from tests.cases import fast_jit, in_mesh
 from zclip_jax import clip_by_rule, group_names, metrics, rules, zclip
 
 pytestmark = pytest.mark.usefixtures("strict")
@@ -241,3 +241,30 @@ def test_zclip_takes_granularity():
     tree = random_tree(0)
     updates, _ = tx.update(tree, tx.init(tree))
     assert max(norms(updates)[:-1]) <= 1.0 + 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["jit", "shard_map", "explicit", "vmap"])
+def test_more_groups_than_a_compiler_reads_from_one_buffer(kind):
+    """300 leaves, whose scales are read from rows of 16, each scaled to its own norm of 1."""
+    grads = {f"w{i:03}": jnp.full(8, 0.01 * (i + 1)) for i in range(300)}
+    tx = clip_by_rule(rules.fixed(1.0), granularity="leaf")
+
+    def clip(tree):
+        return tx.update(tree, tx.init(tree))[0]
+
+    if kind == "jit":
+        got = jax.jit(clip)(grads)
+    elif kind == "vmap":
+        both = jax.tree.map(lambda x: jnp.stack([2 * x, x]), grads)
+        got = jax.tree.map(lambda x: x[1], jax.jit(jax.vmap(clip))(both))
+    elif kind == "shard_map":
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
+        got = jax.jit(jax.shard_map(clip, mesh=mesh, in_specs=P("x"), out_specs=P("x")))(grads)
+    else:
+        mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:8])
+        with in_mesh(mesh):
+            got = jax.jit(clip)(jax.device_put(grads, NamedSharding(mesh, P("x"))))
+    for i, name in enumerate(grads):
+        norm = 0.01 * (i + 1) * np.sqrt(8)
+        np.testing.assert_allclose(got[name], np.asarray(grads[name]) * min(1, 1 / norm), rtol=1e-5)

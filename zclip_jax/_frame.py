@@ -28,11 +28,10 @@ class Frame(NamedTuple):
         """The state before the first step, with the norms of an earlier run absorbed."""
         groups = find_groups(params, self.granularity, self.stacked)
         if self.prior_norms is None:
+            # Copies, since broadcasting may share buffers, which donation forbids.
             rule_state = jax.tree.map(
-                lambda x: jnp.broadcast_to(x, groups.shape + x.shape), init_state(self.rule)
+                lambda x: jnp.copy(jnp.broadcast_to(x, groups.shape + x.shape)), init_state(self.rule)
             )
-            # Broadcasting may share buffers, which donation forbids.
-            rule_state = jax.tree.map(jnp.copy, rule_state)
         else:
             rule_state = self._absorb(groups)
         return init_clip_state(rule_state, groups.shape)
