@@ -1,0 +1,137 @@
+"""A sink on a thread of its own: it may fail or hang, and nobody waits for it."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from zclip_jax.monitor._position import Row
+
+LIMIT = 1000  # rows that may wait for a sink
+
+logger = logging.getLogger("zclip_jax.monitor")
+
+
+class Worker:
+    """Hands rows to a sink, in order, on a daemon thread. What fails is counted and told once.
+
+    Args:
+      name: of the sink, in messages.
+      sink: with `log_row`, or with metrax's `log_scalar`; and with `close`.
+
+    Attributes:
+      lost: rows that the sink failed on, that found no room before a slow one, or that a hanging one left behind.
+      last_row: what the log held before, once `started` is set.
+    """
+
+    def __init__(self, name: str, sink: Any) -> None:
+        self.name, self.sink = name, sink
+        self.lost = 0
+        self.last_row: Row | None = None
+        self.started = threading.Event()
+        self._given = self._done = 0  # rows
+        self._told = False
+        self._late = False  # it did not answer in time, and has not since
+        self._jobs: queue.Queue[Callable[[], bool]] = queue.Queue(LIMIT)
+        threading.Thread(target=self._run, name=f"zclip_jax.monitor {name}", daemon=True).start()
+
+    def log_row(self, row: Row) -> None:
+        """Never waits."""
+
+        def job() -> bool:
+            try:
+                _log(self.sink, row)
+            except BaseException as error:
+                self.lost += 1
+                self._tell(f"lost the row of update {row['update']}", error)
+            self._done += 1
+            return True
+
+        try:
+            self._jobs.put_nowait(job)
+            self._given += 1
+        except queue.Full:
+            self.lost += 1
+            self._tell(f"is {LIMIT} rows behind and loses rows", None)
+
+    def log_alarm(self, finding: Row) -> None:
+        """Never waits; for sinks that have `log_alarm`."""
+
+        def job() -> bool:
+            self._try("log_alarm", finding)
+            return True
+
+        if hasattr(self.sink, "log_alarm") and not self._jobs.full():
+            self._jobs.put_nowait(job)
+
+    def flush(self, deadline: float) -> None:
+        """Waits until the sink has what it was given, not past the deadline, and not if it was late before."""
+        if not self._late:
+            self._wait(lambda: self._try("flush"), deadline)
+
+    def close(self, deadline: float) -> None:
+        """Closes the sink, and waits for it as long; what is still to be written then counts as lost."""
+
+        def job() -> bool:
+            self._try("close")
+            return False
+
+        if not self._wait(job, deadline):
+            self.lost += self._given - self._done
+        if self.lost:
+            logger.warning("%s lost %d rows", self.name, self.lost)
+
+    def _wait(self, job: Callable[[], Any], deadline: float) -> bool:
+        finished = threading.Event()
+
+        def announced() -> bool:
+            goes_on = job() is not False
+            self._late = False
+            finished.set()
+            return goes_on
+
+        try:
+            self._jobs.put(announced, timeout=max(deadline - time.monotonic(), 0.001))
+            if finished.wait(max(deadline - time.monotonic(), 0)):
+                return True
+        except queue.Full:
+            pass
+        self._late = True
+        self._tell("does not answer; nobody waits for it", None)
+        return False
+
+    def _run(self) -> None:
+        self.last_row = self._try("last_row")
+        self.started.set()
+        while self._jobs.get()():
+            pass
+
+    def _try(self, method: str, *arguments: Any) -> Any:
+        """Calls a method of the sink, if it has that."""
+        try:
+            return getattr(self.sink, method, lambda *_: None)(*arguments)
+        except BaseException as error:
+            self._tell(f"failed in {method}", error)
+
+    def _tell(self, what: str, error: BaseException | None) -> None:
+        if not self._told:
+            self._told = True
+            why = "" if error is None else f": {type(error).__name__}: {error}"
+            logger.warning("%s %s%s; training goes on, Monitor.lost counts", self.name, what, why)
+
+
+def _log(sink: Any, row: Row) -> None:
+    if hasattr(sink, "log_row"):
+        sink.log_row(row)
+        return
+    failed = None
+    for name, value in row.items():
+        if name != "update":
+            try:
+                sink.log_scalar(name, int(value) if isinstance(value, bool) else value, step=row["update"])
+            except Exception as error:
+                failed = error
+    if failed is not None:
+        raise failed
