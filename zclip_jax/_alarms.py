@@ -55,12 +55,10 @@ def _mostly_clipped(rows: Columns) -> np.ndarray:
 
 def _say_mostly_clipped(rows: Columns) -> str:
     clipped = _clipped(rows).sum()
-    what, of = ("max_grad_norm", "cap") if rows["capped"].sum() > clipped / 2 else ("the rule", "clip")
-    sentence = (
-        f"{clipped:.0f} of the last {WINDOW} {_steps(rows)} were clipped, most by {what}: "
-        f"the {of} is acting as a learning rate"
-    )
-    return sentence + ", and SGD may stop learning" if clipped > 0.95 * WINDOW else sentence
+    what = "cap" if rows["capped"].sum() > clipped / 2 else "rule"
+    rate = f"{clipped:.0f} of the last {WINDOW} {_steps(rows)} were clipped"
+    slow = ", and SGD may stop learning" if clipped > 0.95 * WINDOW else ""
+    return f"{rate}: the {what} is acting as a learning rate{slow}"
 
 
 def _in_a_row(flags: np.ndarray) -> np.ndarray:
@@ -83,7 +81,7 @@ def _many_spikes(rows: Columns) -> np.ndarray:
 
 def _say_many_spikes(rows: Columns) -> str:
     run = int(_in_a_row(rows["fired"] > 0.5)[-1])
-    since = f"step {rows['step'][-run]:.0f}" + (" or earlier" if run == rows["step"].size else "")
+    since = f"step {rows['step'][-run]:.0f}" + (" or earlier" if run == WINDOW else "")
     return f"in one run of spikes since {since}: a new level, or a run that diverges"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from zclip_jax._alarms import Alarm
-from zclip_jax.monitor._position import Row
+from zclip_jax.monitor._position import OWN, Row
 
 
 class Bell:
@@ -52,7 +52,7 @@ class Bell:
                     self.raised[source, alarm.name] = row["update"]
                     whose = f"{source}: " if len(sources) > 1 else ""
                     found.append(
-                        {name: row[name] for name in ("update", "step", "attempt")}
+                        {name: row[name] for name in OWN}
                         | {"alarm": alarm.name, "message": whose + alarm.say(columns)}
                     )
         return found
@@ -64,7 +64,7 @@ class Bell:
             if source.startswith("watch/grads") and name == "norm":
                 name = "grad_norm"
             if slash and name in self.names:
-                sources.setdefault(source, {"step": row["step"]})[name] = _one(name, value)
+                sources.setdefault(source, {"step": float(row["step"])})[name] = _one(name, value)
         if any(source.startswith("zclip") for source in sources):
             sources = {name: its for name, its in sources.items() if not name.startswith("watch/grads")}
         return sources

@@ -12,11 +12,9 @@ import numpy as np
 
 from zclip_jax._alarms import ALARMS, Alarm
 from zclip_jax.monitor._bell import Bell
-from zclip_jax.monitor._position import Position, Row
+from zclip_jax.monitor._position import OWN, Position, Row
 from zclip_jax.monitor._values import fetch
 from zclip_jax.monitor._worker import Worker
-
-OWN = ("update", "step", "attempt")  # names in each row that are the monitor's
 
 logger = logging.getLogger("zclip_jax.monitor")
 
@@ -66,7 +64,7 @@ class Monitor:
         on_alarm: Callable[[Row], Any] | None = None,
         on_row: Callable[[Row], Any] | None = None,
         all_processes: bool = False,
-        timeout: float = 10.0,
+        timeout: int | float = 10.0,
     ) -> None:
         if not isinstance(sinks, Sequence):
             raise ValueError(f"sinks must be a list of sinks, got {sinks!r}")
@@ -100,7 +98,7 @@ class Monitor:
         """How often a value could not be read, by its name; only those that could not."""
         return dict(self._unread)
 
-    def log(self, step: int, scalars: Mapping[str, Any], **values: Any) -> int:
+    def log(self, step: int | np.integer, scalars: Mapping[str, Any], **values: Any) -> int:
         """Logs what a step returned, and writes the row of the step before.
 
         Args:
@@ -135,7 +133,7 @@ class Monitor:
                 _start_copy(value)
         return position.update
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int | np.integer) -> None:
         """Tells that training goes on from this step, rewound or resumed: the next row is another attempt's."""
         step = _check_step(step)
         if self._position is None:

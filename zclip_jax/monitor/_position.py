@@ -6,6 +6,8 @@ from typing import Any
 
 Row = dict[str, Any]
 
+OWN = ("update", "step", "attempt")  # names that a row has of itself
+
 
 @dataclasses.dataclass
 class Position:

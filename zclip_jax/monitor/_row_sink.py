@@ -37,8 +37,7 @@ class RowSink(abc.ABC):
             step = self._gathered.get("step", 0) if step is None else int(step)
             if step != self._gathered.get("step"):
                 self._write_gathered()
-                self._position.move(step)
-                self._gathered = self._position.row
+                self._gathered = self._place(self._position, step)
             self._gathered[event.lstrip("/")] = value.item() if hasattr(value, "item") else value
 
     def flush(self) -> None:
@@ -49,6 +48,13 @@ class RowSink(abc.ABC):
     def close(self) -> None:
         """Writes what was gathered, and lets go of files and connections."""
         self.flush()
+
+    @staticmethod
+    def _place(position: Position, step: int) -> Row:
+        # A step that goes back tells nothing here: those who log scalars may count evaluations by themselves.
+        if position.step is None or position.again or step > position.step:
+            position.move(step)
+        return position.row | {"step": step}
 
     def _write_gathered(self) -> None:
         row, self._gathered = self._gathered, {}

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zclip_jax.monitor._position import Row
+from zclip_jax.monitor._tracker import tracked
 
 LIMIT = 1000  # rows that may wait for a sink
 
@@ -127,11 +128,10 @@ def _log(sink: Any, row: Row) -> None:
         sink.log_row(row)
         return
     failed = None
-    for name, value in row.items():
-        if name != "update":
-            try:
-                sink.log_scalar(name, int(value) if isinstance(value, bool) else value, step=row["update"])
-            except Exception as error:
-                failed = error
+    for name, value in tracked(row).items():
+        try:
+            sink.log_scalar(name, int(value) if isinstance(value, bool) else value, step=row["update"])
+        except Exception as error:
+            failed = error
     if failed is not None:
         raise failed
