@@ -76,36 +76,29 @@ class _Lines:
     def __init__(self, path: Path, first: str | None = None) -> None:
         self.path, self.first = path, first
         self._file: int | None = None
-        self._torn = False
 
     def append(self, line: str) -> None:
+        lines = [line]
         if self._file is None:
-            self._open()
-        self._write(line)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            size = os.fstat(self._file).st_size
+            if size == 0 and self.first is not None:
+                lines = [self.first, line]
+            elif size > 0 and os.pread(self._file, 1, size - 1) != b"\n":  # cut short
+                lines = ["", line]
+        data = "".join(f"{line}\n" for line in lines).encode()
+        try:
+            while data:  # a disk that fills up takes a part, and then raises
+                data = data[os.write(self._file, data) :]
+        except BaseException:
+            self.close()  # so that its end is looked at again
+            raise
 
     def close(self) -> None:
         if self._file is not None:
             file, self._file = self._file, None
             os.close(file)
-
-    def _open(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-        size = os.fstat(self._file).st_size
-        self._torn = size > 0 and os.pread(self._file, 1, size - 1) != b"\n"
-        if size == 0 and self.first is not None:
-            self._write(self.first)
-
-    def _write(self, line: str) -> None:
-        assert self._file is not None
-        data = ("\n" * self._torn + line + "\n").encode()
-        written = 0
-        try:
-            while written < len(data):  # a disk that fills up takes a part, and then raises
-                written += os.write(self._file, data[written:])
-        finally:
-            if written:
-                self._torn = data[written - 1 : written] != b"\n"
 
 
 def _to_json(value: Any) -> Any:

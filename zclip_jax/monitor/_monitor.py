@@ -4,7 +4,7 @@ import atexit
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,6 +77,7 @@ class Monitor:
         self._workers: list[Worker] = []
         self._position: Position | None = None
         self._rewound: int | None = None  # before the first row
+        self._closed = False
         self._pending: tuple[Row, dict[str, Any]] | None = None
         self._failed: Counter[str] = Counter()  # calls of what is the caller's
         self._unread: Counter[str] = Counter()
@@ -112,9 +113,11 @@ class Monitor:
           The update that the row has as its number; on a process that does not log, counted without the log.
 
         Raises:
-          ValueError: `step` is no int, or a name is one of the row's own.
+          ValueError: `step` is no int, a name is one of the row's own, or the monitor is closed.
         """
         step = _check_step(step)
+        if self._closed:
+            raise ValueError(f"the monitor is closed, and step {step} can't be logged")
         given = {**scalars, **values}
         for name in OWN:
             if name in given:
@@ -146,19 +149,23 @@ class Monitor:
     def flush(self) -> None:
         """Writes the row that is pending, and waits for the sinks; call it before a checkpoint is saved."""
         self._write_pending()
-        deadline = time.monotonic() + self.timeout
-        for worker in self._workers:
-            worker.flush(deadline)
+        self._wait(worker.flush() for worker in self._workers)
 
     def close(self) -> None:
         """Writes the row that is pending and closes the sinks, which may take `timeout`; then tells what was lost."""
-        atexit.unregister(self.close)
+        if self._closed:
+            return
         try:
             self._write_pending()
         finally:
-            deadline, workers = time.monotonic() + self.timeout, self._workers
-            for worker in workers:
-                worker.close(deadline)
+            self._closed = True
+            atexit.unregister(self.close)
+            self._wait(worker.close() for worker in self._workers)
+
+    def _wait(self, waits: Iterable[Callable[[float], None]]) -> None:
+        waits, deadline = list(waits), time.monotonic() + self.timeout  # they work side by side
+        for wait in waits:
+            wait(deadline)
 
     def _start(self) -> Position:
         self._logs = self.all_processes or jax.process_index() == 0

@@ -16,7 +16,7 @@ logger = logging.getLogger("zclip_jax.monitor")
 
 
 class Worker:
-    """Hands rows to a sink, in order, on a daemon thread. What fails is counted and told once.
+    """Hands rows to a sink, in order, on a daemon thread. What fails is counted, and the first time told.
 
     Args:
       name: of the sink, in messages.
@@ -35,7 +35,7 @@ class Worker:
         self._given = self._done = 0  # rows
         self._told = False
         self._late = False  # it did not answer in time, and has not since
-        self._jobs: queue.Queue[Callable[[], bool]] = queue.Queue(LIMIT)
+        self._jobs: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()  # the last one returns False
         threading.Thread(target=self._run, name=f"zclip_jax.monitor {name}", daemon=True).start()
 
     def log_row(self, row: Row) -> None:
@@ -50,12 +50,12 @@ class Worker:
             self._done += 1
             return True
 
-        try:
-            self._jobs.put_nowait(job)
+        if self._given - self._done < LIMIT:
             self._given += 1
-        except queue.Full:
+            self._jobs.put(job)
+        else:
             self.lost += 1
-            self._tell(f"is {LIMIT} rows behind and loses rows", None)
+            self._tell(f"is {LIMIT} rows behind and loses rows")
 
     def log_alarm(self, finding: Row) -> None:
         """Never waits; for sinks that have `log_alarm`."""
@@ -64,44 +64,42 @@ class Worker:
             self._try("log_alarm", finding)
             return True
 
-        if hasattr(self.sink, "log_alarm") and not self._jobs.full():
-            self._jobs.put_nowait(job)
+        if self._given - self._done < LIMIT:
+            self._jobs.put(job)
 
-    def flush(self, deadline: float) -> None:
-        """Waits until the sink has what it was given, not past the deadline, and not if it was late before."""
-        if not self._late:
-            self._wait(lambda: self._try("flush"), deadline)
+    def flush(self) -> Callable[[float], None]:
+        """Flushes the sink once it has what it was given; returns how to wait for that until a deadline."""
+        return self._ask("flush") if not self._late else lambda deadline: None
 
-    def close(self, deadline: float) -> None:
-        """Closes the sink, and waits for it as long; what is still to be written then counts as lost."""
+    def close(self) -> Callable[[float], None]:
+        """Closes the sink; where that takes longer than it is waited for, what is still to be written is lost."""
+        wait = self._ask("close")
 
-        def job() -> bool:
-            self._try("close")
-            return False
+        def waited(deadline: float) -> None:
+            wait(deadline)
+            if self._late:
+                self.lost += self._given - self._done
+            if self.lost:
+                logger.warning("%s lost %d rows", self.name, self.lost)
 
-        if not self._wait(job, deadline):
-            self.lost += self._given - self._done
-        if self.lost:
-            logger.warning("%s lost %d rows", self.name, self.lost)
+        return waited
 
-    def _wait(self, job: Callable[[], Any], deadline: float) -> bool:
+    def _ask(self, method: str) -> Callable[[float], None]:
         finished = threading.Event()
 
-        def announced() -> bool:
-            goes_on = job() is not False
+        def job() -> bool:
+            self._try(method)
             self._late = False
             finished.set()
-            return goes_on
+            return method != "close"
 
-        try:
-            self._jobs.put(announced, timeout=max(deadline - time.monotonic(), 0.001))
-            if finished.wait(max(deadline - time.monotonic(), 0)):
-                return True
-        except queue.Full:
-            pass
-        self._late = True
-        self._tell("does not answer; nobody waits for it", None)
-        return False
+        def wait(deadline: float) -> None:
+            if not finished.wait(max(deadline - time.monotonic(), 0)):
+                self._late = True
+                self._tell("does not answer, and is waited for no more")
+
+        self._jobs.put(job)
+        return wait
 
     def _run(self) -> None:
         self.last_row = self._try("last_row")
@@ -116,7 +114,7 @@ class Worker:
         except BaseException as error:
             self._tell(f"failed in {method}", error)
 
-    def _tell(self, what: str, error: BaseException | None) -> None:
+    def _tell(self, what: str, error: BaseException | None = None) -> None:
         if not self._told:
             self._told = True
             why = "" if error is None else f": {type(error).__name__}: {error}"

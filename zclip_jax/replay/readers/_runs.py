@@ -43,6 +43,8 @@ def order_rows(
     if place is None:
         return whole
     back = np.diff(place) < 0
+    if attempts is not None:  # the last step alone, again
+        back |= (np.diff(place) == 0) & (np.diff(attempts) > 0)
     restart = np.zeros(back.size, bool)
     if steps is not None and epochs is not None and not goes_on:
         restart = ~back & _starts_again(epochs)
