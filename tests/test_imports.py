@@ -82,6 +82,8 @@ STANDARD = {
     "pathlib",
     "queue",
     "re",
+    "socket",
+    "struct",
     "sys",
     "threading",
     "time",

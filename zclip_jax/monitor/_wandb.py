@@ -10,9 +10,10 @@ from zclip_jax.monitor._tracker import Tracker, tracked
 class Wandb(Tracker):
     """Logs rows to a Weights & Biases run, all of them, those after a rewind too.
 
-    W&B drops what comes with a step below its last. So W&B counts the rows itself, and its charts have the training
-    step, `train/step`, on their axis; `train/attempt` and `train/update` are columns beside it. A run that is resumed
-    (`id=…, resume="allow"`) goes on with the updates and attempts that it holds.
+    W&B drops what comes with a step below its last. So its step is the update, or the next one if a resumed run holds
+    more, and its charts have the training step, `train/step`, on their axis. `train/attempt` and `train/update` are
+    columns beside it. A run that is resumed online (`id=…, resume="allow"`) goes on with the updates and attempts that
+    it holds; offline W&B cannot know them, and a `JsonLines` beside it does.
 
     Args:
       **settings: of `wandb.init`: `project`, `name`, `config`, `mode`, … The run is started with the first row.
@@ -41,4 +42,5 @@ class Wandb(Tracker):
 
     def log_row(self, row: Row) -> None:
         """Logs a row as the next step of the run."""
-        self.run.log(tracked(row))
+        # From what it holds on, if that is more than the log knew of: W&B drops what comes with a lower step.
+        self.run.log(tracked(row), step=max(row["update"], self.run.step), commit=True)

@@ -35,7 +35,7 @@ def find_flags(
         _warm_up(spec, report["warm_up"]),
         _missed(spec, recording, hindsight, replayed),
         _false_alarms(spec, report),
-        *_alarms(recording, replayed),
+        *_alarms(recording, replayed, report["locked_in_from"] is not None),
         _few(usable.size, finite.size),
     ]
     return [sentence for sentence in found if sentence]
@@ -55,14 +55,15 @@ def _clipped_before(finite: np.ndarray) -> str | None:
     return f"{those}: they look logged after clipping, which hides what there was to clip"
 
 
-def _alarms(recording: Recording, replayed: Replay) -> list[str]:
+def _alarms(recording: Recording, replayed: Replay, locked_in: bool) -> list[str]:
     """What a live `Monitor` would have raised, had the rule run."""
     norms, outcomes = recording.norms, replayed.outcomes
     columns = {"step": recording.steps, "grad_norm": np.where(is_finite(norms), norms, np.nan)}
     columns |= {name: np.asarray(getattr(outcomes, name)) for name in ("fired", "bound", "capped")}
     found = []
     for alarm in ALARMS:
-        if not all(name in columns for name in alarm.reads):
+        follows = locked_in and alarm.name in ("clipping", "spikes")
+        if follows or not all(name in columns for name in alarm.reads):
             continue
         rows = np.flatnonzero(alarm.holds(columns))
         if rows.size:
