@@ -10,10 +10,10 @@ from zclip_jax.monitor._tracker import Tracker, tracked
 class Wandb(Tracker):
     """Logs rows to a Weights & Biases run, all of them, those after a rewind too.
 
-    W&B drops what comes with a step below its last. So its step is the update, or the next one if a resumed run holds
-    more, and its charts have the training step, `train/step`, on their axis. `train/attempt` and `train/update` are
-    columns beside it. A run that is resumed online (`id=…, resume="allow"`) goes on with the updates and attempts that
-    it holds; offline W&B cannot know them, and a `JsonLines` beside it does.
+    W&B drops what comes with a step below its last. So its step is the update, or the next one where a resumed run
+    holds more, and its charts have the training step, `train/step`, on their axis. `train/attempt` and `train/update`
+    are columns beside it. A run that is resumed online (`id=…, resume="allow"`) goes on with the updates and attempts
+    that it holds. Offline W&B cannot know them: give the `Monitor` a `JsonLines` as well.
 
     Args:
       **settings: of `wandb.init`: `project`, `name`, `config`, `mode`, … The run is started with the first row.
