@@ -301,16 +301,31 @@ def test_each_row_comes_one_step_behind():
     assert len(rows) == 3
 
 
-def test_what_a_step_raises_is_raised():
-    class Failed:
-        def __array__(self, *_, **__):
-            raise FloatingPointError("invalid value (nan) encountered")
+class Failed:
+    """What a step returned that failed, on a device that runs behind."""
 
+    def __array__(self, *_, **__):
+        raise FloatingPointError("invalid value (nan) encountered")
+
+
+def test_what_a_step_raises_is_raised():
     monitor = Monitor()
     monitor.log(1, {"loss": Failed()})
     with pytest.raises(FloatingPointError):
         monitor.log(2, {"loss": jnp.float32(1)})
     monitor.close()
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()])
+def test_what_the_last_step_raises_hides_no_other_error(error):
+    def train(monitor):
+        with monitor:
+            monitor.log(1, {"loss": Failed()})
+            if error is not None:
+                raise error
+
+    with pytest.raises(FloatingPointError if error is None else ZeroDivisionError):
+        train(Monitor())
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -1,5 +1,6 @@
 """Sinks: files and their faults, sinks that fail or hang, and metrax's interface both ways."""
 
+import io
 import json
 import math
 import subprocess
@@ -71,6 +72,9 @@ def test_nothing_is_made_before_the_first_row(tmp_path):
 def test_a_config_that_is_no_json_is_refused_at_once(tmp_path):
     with pytest.raises(TypeError, match="not JSON serializable"):
         JsonLines(tmp_path / "metrics.jsonl", config={"dtype": jnp.float32})
+    with Monitor([JsonLines(tmp_path / "metrics.jsonl", config={"cap": math.inf})]) as monitor:
+        log_steps(monitor, 1)
+    assert read_rows(tmp_path / "metrics.jsonl")[0] == {"config": {"cap": "inf"}}
 
 
 WHOLE = '{"update": 5, "step": 5, "attempt": 0, "loss": 1.5}'
@@ -274,19 +278,21 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog):
 
 
 def test_writes_that_fail_now_and_then(tmp_path, monkeypatch):
-    write, calls = _json_lines.os.write, []
+    calls = []
 
-    def fails(file, data):
-        calls.append(data)
-        if len(calls) % 3 == 0:
-            write(file, data[:7])
-            raise OSError(28, "No space left on device")
-        return write(file, data[:11] if len(calls) % 2 else data)
+    class Full(io.FileIO):
+        def write(self, data):
+            calls.append(data)
+            if len(calls) % 3 == 0:
+                super().write(data[:7])
+                raise OSError(28, "No space left on device")
+            return super().write(data[:11] if len(calls) % 2 else data)
 
-    monkeypatch.setattr(_json_lines.os, "write", fails)
+    monkeypatch.setattr(_json_lines.Path, "open", lambda path, mode, **_: Full(path, mode.replace("b", "")))
     path = tmp_path / "metrics.jsonl"
     with Monitor([JsonLines(path)]) as monitor:
         log_steps(monitor, *range(1, 31))
+    monkeypatch.undo()
     rows = read_rows(path)
     assert len(rows) == 30 - monitor.lost["JsonLines"] > 5
     assert all(row["loss"] == row["step"] / 4 for row in rows)

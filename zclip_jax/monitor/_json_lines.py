@@ -1,5 +1,6 @@
 """`JsonLines`: a row on each line of a file."""
 
+import io
 import json
 import math
 import os
@@ -45,17 +46,17 @@ class JsonLines(RowSink):
         super().__init__()
         self.path = Path(path)
         stem = "" if self.path.stem == "metrics" else f"{self.path.stem}."
-        first = None if config is None else json.dumps({"config": config})  # complains of it right away
+        first = None if config is None else _dumps({"config": _finite(config)})  # complains of it right away
         self._rows = _Lines(self.path, first)
         self._alarms = _Lines(self.path.with_name(f"{stem}alarms.jsonl"))
 
     def log_row(self, row: Row) -> None:
         """Appends a row."""
-        self._rows.append(json.dumps({name: _to_json(value) for name, value in row.items()}, allow_nan=False))
+        self._rows.append(_dumps(_finite(row)))
 
     def log_alarm(self, finding: Row) -> None:
         """Appends what an alarm found to the file of alarms."""
-        self._alarms.append(json.dumps(finding))
+        self._alarms.append(_dumps(finding))
 
     def last_row(self) -> Row | None:
         """The last whole row in the file; None where there is none."""
@@ -75,22 +76,23 @@ class _Lines:
 
     def __init__(self, path: Path, first: str | None = None) -> None:
         self.path, self.first = path, first
-        self._file: int | None = None
+        self._file: io.FileIO | None = None
 
     def append(self, line: str) -> None:
         lines = [line]
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            size = os.fstat(self._file).st_size
+            self._file = self.path.open("a+b", buffering=0)
+            size = self._file.seek(0, os.SEEK_END)
+            self._file.seek(max(size - 1, 0))
             if size == 0 and self.first is not None:
                 lines = [self.first, line]
-            elif size > 0 and os.pread(self._file, 1, size - 1) != b"\n":  # cut short
+            elif self._file.read(1) not in (b"", b"\n"):  # cut short
                 lines = ["", line]
         data = "".join(f"{line}\n" for line in lines).encode()
         try:
             while data:  # a disk that fills up takes a part, and then raises
-                data = data[os.write(self._file, data) :]
+                data = data[self._file.write(data) or 0 :]
         except BaseException:
             self.close()  # so that its end is looked at again
             raise
@@ -98,11 +100,16 @@ class _Lines:
     def close(self) -> None:
         if self._file is not None:
             file, self._file = self._file, None
-            os.close(file)
+            file.close()
 
 
-def _to_json(value: Any) -> Any:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+def _dumps(x: Mapping[str, Any]) -> str:
+    return json.dumps(x, allow_nan=False)
+
+
+def _finite(row: Mapping[str, Any]) -> Row:
+    """With strings for what JSON has no number for."""
+    return {name: str(x) if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
 
 
 def _last_row(path: Path) -> Row | None:

@@ -40,7 +40,8 @@ class Monitor:
         `message`. It is logged as a warning as well.
       on_row: called with each row after it is fetched: all values, arrays too, as Python numbers and NumPy arrays.
       all_processes: let every process log; each needs sinks of its own.
-      timeout: seconds that `flush` and `close` wait at most, for all sinks together.
+      timeout: seconds that the first `log`, which asks what the logs hold, and `flush` and `close` wait at most, for
+        all sinks together.
 
     An exception in a callback is told and counted like that of a sink; to stop training, let it set a flag.
 
@@ -85,8 +86,12 @@ class Monitor:
     def __enter__(self) -> "Monitor":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:  # else the pending step fails of the same
+                raise
 
     @property
     def lost(self) -> dict[str, int]:
@@ -186,9 +191,8 @@ class Monitor:
         deadline = time.monotonic() + self.timeout
         rows = []
         for worker in self._workers:
-            if not worker.started.wait(max(deadline - time.monotonic(), 0)):
-                logger.warning("%s does not answer: rows go on without what it holds", worker.name)
-            elif worker.last_row is not None:
+            worker.wait_for_start(deadline)
+            if worker.last_row is not None:
                 rows.append(worker.last_row)
         return max(rows, key=lambda row: row.get("update", row["step"]), default=None)
 

@@ -24,19 +24,23 @@ class Worker:
 
     Attributes:
       lost: rows that the sink failed on, that found no room before a slow one, or that a hanging one left behind.
-      last_row: what the log held before, once `started` is set.
+      last_row: what the log held before, if the sink has told in time.
     """
 
     def __init__(self, name: str, sink: Any) -> None:
         self.name, self.sink = name, sink
         self.lost = 0
         self.last_row: Row | None = None
-        self.started = threading.Event()
         self._given = self._done = 0  # rows
         self._told = False
         self._late = False  # it did not answer in time, and has not since
         self._jobs: queue.SimpleQueue[Callable[[], bool]] = queue.SimpleQueue()  # the last one returns False
+        self._started = threading.Event()
         threading.Thread(target=self._run, name=f"zclip_jax.monitor {name}", daemon=True).start()
+
+    def wait_for_start(self, deadline: float) -> None:
+        """Until `last_row` is known."""
+        self._wait(self._started, deadline)
 
     def log_row(self, row: Row) -> None:
         """Never waits."""
@@ -93,17 +97,17 @@ class Worker:
             finished.set()
             return method != "close"
 
-        def wait(deadline: float) -> None:
-            if not finished.wait(max(deadline - time.monotonic(), 0)):
-                self._late = True
-                self._tell("does not answer, and is waited for no more")
-
         self._jobs.put(job)
-        return wait
+        return lambda deadline: self._wait(finished, deadline)
+
+    def _wait(self, event: threading.Event, deadline: float) -> None:
+        if not event.wait(max(deadline - time.monotonic(), 0)):
+            self._late = True
+            self._tell("does not answer, and is waited for no more")
 
     def _run(self) -> None:
         self.last_row = self._try("last_row")
-        self.started.set()
+        self._started.set()
         while self._jobs.get()():
             pass
 
