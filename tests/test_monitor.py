@@ -2,17 +2,21 @@
 
 import json
 import math
+import os
+import socket
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from zclip_jax import metrics, zclip
 from zclip_jax.monitor import JsonLines, Monitor, TensorBoard
 from zclip_jax.replay import read
 
@@ -374,3 +378,88 @@ def test_only_the_first_process_logs(tmp_path, monkeypatch):
     assert run(all_processes=False) == (0, 0)
     assert run(all_processes=True) == (3, 3)
     assert list(tmp_path.iterdir()) == [tmp_path / "True.jsonl"]
+
+
+def test_both_logs_hold_what_metrics_says_after_a_kill_a_resume_and_a_rewind(tmp_path):
+    path, board = tmp_path / "metrics.jsonl", tmp_path / "tensorboard"
+    tx = optax.chain(zclip(warmup_steps=3), optax.sgd(0.1))
+    norms = np.random.default_rng(0).lognormal(size=12).astype(np.float32)
+    norms[[5, 8]] = np.nan, 40.0
+
+    @jax.jit
+    def train_step(state, norm):
+        _, state = tx.update(jnp.stack([norm]), state)
+        return state, metrics(state) | {"loss": norm**2}
+
+    def train(monitor, states, steps):
+        for step in steps:
+            state, scalars = train_step(states[step - 1], norms[step - 1])
+            states[step] = state
+            seen[step] = {name: x.item() for name, x in scalars.items()}
+            monitor.log(step, scalars)
+
+    states, seen = {0: tx.init(jnp.zeros(1))}, {}
+    killed = Monitor([JsonLines(path), TensorBoard(board)])
+    train(killed, states, range(1, 8))
+    killed._pending = None  # killed before it was written
+    killed.close()
+    with Monitor([JsonLines(path), TensorBoard(board)]) as monitor:
+        monitor.rewind(4)
+        train(monitor, states, range(5, 11))
+        monitor.rewind(7)
+        train(monitor, states, range(8, 13))
+    kept = last_attempts(read_rows(path))
+    assert [row["step"] for row in kept] == list(range(1, 13))
+    assert [row["attempt"] for row in kept] == [0] * 4 + [1] * 3 + [2] * 5
+    same(read_board(board), as_board(kept))
+    for row in kept:
+        numbers = {name: float(x) for name, x in row.items() if name not in OWN}
+        same(numbers, {name: float(x) for name, x in seen[row["step"]].items()})
+    for log in (path, board):
+        np.testing.assert_array_equal(read(log).norms, norms)
+
+
+TWO = """
+import json, sys
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+address, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+from zclip_jax.monitor import JsonLines, Monitor, TensorBoard
+rows = []
+monitor = Monitor([JsonLines(folder + "/metrics.jsonl"), TensorBoard(folder + "/board")], on_row=rows.append)
+jax.distributed.initialize(address, 2, rank)
+mesh = Mesh(jax.devices(), "data")
+split, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+x = jax.make_array_from_callback((2,), split, lambda i: jnp.ones(1) * (rank + 1))
+step = jax.jit(lambda x, i: (jnp.sum(x) * i, x), out_shardings=(whole, split))
+with monitor:
+    for i in range(1, 4):
+        total, part = step(x, i)
+        monitor.log(i, {"total": total, "part": part})
+print(json.dumps([[row["total"] for row in rows], monitor.unread, monitor.lost]))
+"""
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {name: x for name, x in os.environ.items() if "proxy" not in name.lower()}
+    environment |= {"XLA_FLAGS": ""}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", TWO, address, str(rank), str(tmp_path)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    (totals, unread, lost), others = (json.loads(text.splitlines()[-1]) for text in told)
+    assert (totals, unread, lost) == ([3.0, 6.0, 9.0], {"part": 3}, {})
+    assert others == [[], {}, {}]
+    assert [row["total"] for row in read_rows(tmp_path / "metrics.jsonl")] == totals
+    assert len(list((tmp_path / "board").iterdir())) == 1
