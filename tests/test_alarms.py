@@ -204,7 +204,7 @@ def test_findings_are_logged_and_given_to_the_callback(caplog):
         Monitor(alarms=[hot], cooldown=3, on_alarm=found.append) as monitor,
     ):
         for step in range(1, 7):
-            monitor.log(step, {"train/loss": jnp.float32(10 if step > 1 else 8)})
+            monitor.log(step, {"loss": jnp.float32(10 if step > 1 else 8)})
     expected = {"attempt": 0, "alarm": "hot", "message": "the loss is above 9"}
     assert found == [{"update": step, "step": step} | expected for step in (2, 5)]
     assert caplog.messages == [f"step {step}: the loss is above 9" for step in (2, 5)]

@@ -16,7 +16,7 @@ class Alarm(NamedTuple):
 
     Args:
       name: what the alarm is called in logs.
-      reads: the columns, by the names that they have in `metrics` after the last slash.
+      reads: the columns, by what stands after the last slash of their names in a row.
       window: how many rows, that one included, decide whether it holds at a row.
       holds: of all rows, bool `[rows]`; False where there are fewer rows than it needs.
       say: of at most `window` rows, at the last of which it holds, a sentence.
@@ -105,6 +105,7 @@ def _steps(rows: Columns) -> str:
     return "steps" if (np.diff(rows["step"]) <= 1).all() else "logged steps"
 
 
+#: The alarms that a `Monitor` has unless told.
 ALARMS = (
     Alarm("clipping", ("capped", "bound"), WINDOW, _mostly_clipped, _say_mostly_clipped),
     Alarm("nonfinite", ("grad_norm",), IN_A_ROW, _not_finite, _say_not_finite),

@@ -50,7 +50,7 @@ class Bell:
                 columns = recent.columns(alarm.window)
                 if alarm.holds(columns)[-1]:
                     self.raised[source, alarm.name] = row["update"]
-                    whose = f"{source}: " if len(sources) > 1 else ""
+                    whose = f"{source}: " if source and len(sources) > 1 else ""
                     found.append(
                         {name: row[name] for name in OWN}
                         | {"alarm": alarm.name, "message": whose + alarm.say(columns)}
@@ -60,10 +60,10 @@ class Bell:
     def _sources(self, row: Row) -> dict[str, dict[str, float]]:
         sources: dict[str, dict[str, float]] = {}
         for key, value in row.items():
-            source, slash, name = key.rpartition("/")
+            source, _, name = key.rpartition("/")
             if source.startswith("watch/grads") and name == "norm":
                 name = "grad_norm"
-            if slash and name in self.names:
+            if name in self.names:
                 sources.setdefault(source, {"step": float(row["step"])})[name] = _one(name, value)
         if any(source.startswith("zclip") for source in sources):
             sources = {name: its for name, its in sources.items() if not name.startswith("watch/grads")}

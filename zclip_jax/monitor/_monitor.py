@@ -22,9 +22,9 @@ logger = logging.getLogger("zclip_jax.monitor")
 class Monitor:
     """Takes the scalars of each training step as they are on the device, and writes them one step behind.
 
-    `log` starts their way to the host and fetches those of the step before, which has run: so the device is never
-    waited for while it has nothing to do. Each sink works on a thread of its own. One that fails or hangs loses rows,
-    which are counted in `lost` and told once by the logger `zclip_jax.monitor`; training goes on.
+    `log` fetches those of the step before, while the device runs the step that it is called with: so the device never
+    waits. Each sink works on a thread of its own. One that fails or hangs loses rows, which are counted in `lost` and
+    told once by the logger `zclip_jax.monitor`; training goes on.
 
     Every row has three numbers of its own. `step` is the training step. `attempt` counts rewinds and resumes.
     `update` counts all updates, those that a rewind took back too, and never goes down: it continues from what the
@@ -136,9 +136,6 @@ class Monitor:
             if self._logs:
                 self._pending = position.row, given
             self._write(pending)
-        if self._logs:
-            for value in given.values():
-                _start_copy(value)
         return position.update
 
     def rewind(self, step: int | np.integer) -> None:
@@ -237,9 +234,3 @@ def _check_step(step: Any) -> int:
     if isinstance(step, bool) or not isinstance(step, int | np.integer):
         raise ValueError(f"step must be an int on the host, got {step!r}")
     return int(step)
-
-
-def _start_copy(value: Any) -> None:
-    """To the host, as soon as the value is there."""
-    if isinstance(value, jax.Array) and not value.is_deleted():
-        value.copy_to_host_async()
