@@ -6,15 +6,15 @@ import math
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tensorboard.compat.proto import event_pb2
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from tests.test_monitor import as_board, last_attempts, places, read_board, read_rows, same
 from zclip_jax.monitor import JsonLines, Monitor, TensorBoard, _events, _json_lines, _worker
@@ -142,27 +142,28 @@ def test_findings_are_lines_beside(tmp_path, name, alarms):
 # TensorBoard
 
 
+@settings(max_examples=30, deadline=None)
 @given(
     st.dictionaries(
-        st.text(st.characters(exclude_categories=["Cs"]), min_size=1),
-        st.one_of(st.floats(), st.integers(-(2**70), 2**70), st.booleans()),
+        st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1),
+        st.one_of(st.floats(), st.integers(-(2**1100), 2**1100), st.booleans()),
+        min_size=1,
         max_size=5,
     ),
-    st.integers(-(2**40), 2**62),
+    st.integers(0, 2**62),
 )
 def test_events_are_read_back(values, step):
-    event = event_pb2.Event.FromString(_events.scalars(step, values))
-    assert event.step == step
-    read = {value.tag: value.simple_value for value in event.summary.value}
+    with tempfile.TemporaryDirectory() as folder:
+        file = _events.EventFile(Path(folder))
+        file.write(step, values)
+        file.close()
+        read = {tag: points[0] for tag, points in read_board(Path(folder)).items()}
+    assert {point[0] for point in read.values()} == {step}
     with np.errstate(over="ignore"):
-        same(read, {name: float(np.float32(x)) for name, x in values.items()})
-    start = event_pb2.Event.FromString(_events.start(step))
-    assert (start.step, start.session_log.status) == (step, event_pb2.SessionLog.START)
-
-
-@given(st.binary(max_size=500))
-def test_checksums_are_tensorboards(data):
-    assert int.from_bytes(_events._masked_crc(data), "little") == masked_crc32c(data)
+        numbers = {
+            name: (math.inf if x > 0 else -math.inf) if abs(x) >= 2**1000 else x for name, x in values.items()
+        }
+        same({tag: x for tag, (_, x) in read.items()}, {name: np.float32(x) for name, x in numbers.items()})
 
 
 def test_files_sort_by_age_whatever_the_clock(tmp_path, monkeypatch):

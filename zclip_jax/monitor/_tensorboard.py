@@ -3,13 +3,14 @@
 import os
 from pathlib import Path
 
-from zclip_jax.monitor._events import EventFile, has_events, scalars, start
+from zclip_jax._extras import require
+from zclip_jax.monitor._events import EventFile, has_events
 from zclip_jax.monitor._position import Row
 from zclip_jax.monitor._row_sink import RowSink
 
 
 class TensorBoard(RowSink):
-    """Writes rows to TensorBoard event files; it needs no package.
+    """Writes rows to TensorBoard event files.
 
     Scalars are at their training step. After a rewind or a resume TensorBoard drops what it has of the steps that
     come again, as `purge_step` makes it do in other writers: it shows the last attempt alone. Each process writes a
@@ -31,6 +32,7 @@ class TensorBoard(RowSink):
         super().__init__()
         if "://" in os.fspath(folder):
             raise ValueError(f"folder must be on a local disk, got {os.fspath(folder)!r}")
+        require("tensorboard", "monitor", "TensorBoard")
         self.folder = Path(folder)
         self._file: EventFile | None = None
         self._attempt: int | None = None
@@ -47,9 +49,8 @@ class TensorBoard(RowSink):
             self._file = None
         if self._file is None:
             self._file = EventFile(self.folder)
-        before = [] if self._purge is None else [start(self._purge)]
         values = {name: value for name, value in row.items() if name != "step"}
-        self._file.write(*before, scalars(row["step"], values))
+        self._file.write(row["step"], values, self._purge)
         self._purge = None
 
     def close(self) -> None:
