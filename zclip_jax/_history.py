@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zclip_jax._numerics import as_float, increment, safe_sqrt
+from zclip_jax._numerics import as_float, increment, moving_mean, safe_sqrt, unfused
 from zclip_jax._typing import FloatEach, IntEach, dataclass
 
 # The mean is remembered for a third of the run so far, and for 20 norms at most; the variance as if 4 norms of the
@@ -77,11 +77,12 @@ def compare(history: History, norms: jax.Array) -> tuple[Comparison, History]:
     near = jnp.clip(deviation, -FAR * std, FAR * std)
     mean_weight = jnp.maximum(MEAN_WEIGHT, YOUNG / (count + YOUNG))
     var_weight = jnp.maximum(VAR_WEIGHT, 1 / (count + PRIOR))
-    moved = mean + mean_weight * near
+    moved = mean + unfused(mean_weight * near)
+    spread = moving_mean(var, unfused(near * near), 1 - var_weight)
     absorbed = History(
         num_seen=increment(history.num_seen, usable),
         log_mean=jnp.where(usable, jnp.where(seen, moved, logs), mean),
-        log_var=jnp.where(usable & seen, var + var_weight * (near * near - var), var),
+        log_var=jnp.where(usable & seen, spread, var),
     )
     comparison = Comparison(
         known=usable & seen,

@@ -203,13 +203,13 @@ def _record(
         watch=what,
         kind="spike" if bool(values["fired"]) else "nonfinite",
         step=step,
-        norm=_plain(norm),
-        level=_plain(level),
-        times_level=_plain(norm / level) if level > 0 and math.isfinite(norm) else None,
+        norm=_plain(values["norm"]),
+        level=_plain(values["level"]),
+        times_level=_plain(np.float32(norm / level)) if level > 0 and math.isfinite(norm) else None,
         allowed=_plain(values["allowed"]),
         share={
             "group": names[int(values["share_group"])],
-            "share": _plain(share),
+            "share": _plain(values["share"]),
             "norm": _plain(values["share_norm"]),
         }
         if share > 0
@@ -217,7 +217,7 @@ def _record(
         rise={
             "group": names[int(values["rise_group"])],
             "norm": _plain(values["rise_norm"]),
-            "times_level": _plain(rise),
+            "times_level": _plain(values["rise"]),
             "z_score": _plain(values["rise_z"]),
         }
         if rise > 0
@@ -231,7 +231,7 @@ def _record(
         record["ratio"] = _plain(values["ratio"])
         record["ratio_rise"] = _plain(values["ratio_rise"]) if float(values["ratio_rise"]) > 0 else None
         record["ratio_group"] = (
-            {"group": names[int(values["ratio_group"])], "times_level": _plain(group_rise)}
+            {"group": names[int(values["ratio_group"])], "times_level": _plain(values["ratio_group_rise"])}
             if group_rise > 0
             else None
         )

@@ -192,6 +192,7 @@ def watch(
         check_state(state, WatchState)
         groups = find(updates)
         _check_groups(state, groups, what)
+        state = jax.tree.map(jnp.asarray, state)  # a checkpoint may hold NumPy arrays
         if what == "grads":
             sizes = _measure(square_sums(updates, groups.slots, groups.shape, axis_name, split))
             measured = [sizes]
@@ -355,5 +356,5 @@ def _check_groups(state: WatchState, groups: Groups, what: str) -> None:
 
 
 def name_id(name: str) -> int:
-    """A checksum of a group's name, as an int32."""
-    return zlib.crc32(name.encode()) - 2**31
+    """A checksum of a group's name, as a positive int32."""
+    return zlib.crc32(name.encode()) >> 1
