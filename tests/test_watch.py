@@ -38,8 +38,9 @@ def series(seed, events):
     logs = rng.uniform(-10, 10, len(NAMES)) + noise * rng.standard_normal((STEPS, len(NAMES)))
     logs = logs + rng.choice([0.0, -0.1, 0.05], len(NAMES)) * np.arange(STEPS)[:, None]
     norms = np.float32(np.exp(logs))
-    for step, group, value in events:
-        norms[step, group] = norms[step, group] * -value if value < 0 else value
+    with np.errstate(all="ignore"):
+        for step, group, value in events:
+            norms[step, group] = norms[step, group] * -value if value < 0 else value
     return norms
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from zclip_jax._rule import Outcome
 from zclip_jax._skip import SkipState
 from zclip_jax._state import TOTALS, ClipState
-from zclip_jax._watch import LAST, MOMENT, WatchState
+from zclip_jax._watch_state import LAST, MOMENT, WatchState
 
 CLIP = {field.name for field in dataclasses.fields(ClipState)}
 SKIP = {field.name for field in dataclasses.fields(SkipState)}
