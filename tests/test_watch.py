@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.benchmarks.overhead import bytes_accessed, compile_update
 from tests.cases import WRAPPERS, fast_jit, level_oracle
 from tests.watching import KINDS, watch_oracle
 from zclip_jax import WatchState, group_names, metrics, rules, skip_by_rule, watch, zclip
@@ -232,3 +233,17 @@ def test_errors():
         watch("grads").update(params, state)
     with pytest.raises(ValueError, match="must be a WatchState, got a ClipState"):
         tx.update(params, zclip().init(params), params)
+
+
+def test_costs_no_pass_over_the_gradients_beside_a_clip():
+    """By XLA's count of bytes: the clip reads them once more than the optimizer, and the watch not at all."""
+    params = {f"w{i}": jnp.zeros((512, 256)) for i in range(3)}
+    chains = {
+        "alone": optax.adamw(1e-3),
+        "clip": optax.chain(zclip(), optax.adamw(1e-3)),
+        "both": optax.chain(watch("grads"), zclip(), optax.adamw(1e-3)),
+    }
+    read = {name: bytes_accessed(compile_update(tx, params)[0]) for name, tx in chains.items()}
+    once = sum(x.nbytes for x in params.values())
+    assert (read["clip"] - read["alone"]) / once == pytest.approx(1, abs=0.02)
+    assert (read["both"] - read["alone"]) / once == pytest.approx(1, abs=0.02)
