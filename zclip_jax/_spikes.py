@@ -179,7 +179,7 @@ def _names_of(ids: np.ndarray, names: tuple[str, ...], what: str) -> tuple[str, 
     """The names with these checksums."""
     if ids.ndim != 1:
         raise ValueError(
-            f"opt_state must be that of one device or run, got a watch on {what} of shape {ids.shape[:-1]}"
+            f"opt_state must be that of one device and one run, got a watch on {what} of shape {ids.shape[:-1]}"
         )
     by_id: dict[int, list[str]] = {}
     for name in names:
