@@ -109,7 +109,9 @@ def test_rows_without_a_gradient():
     batch = make_batch(16)
     batch["more"] = (batch["more"][0], np.zeros(16, np.float32))
     report = row_report(loss_fn, make_params(), batch)
-    assert [(row["position"], row["norm"], row["share"]) for row in report] == [(i, 0.0, 0.0) for i in range(16)]
+    assert [(row["position"], row["norm"], row["share"]) for row in report] == [
+        (i, 0.0, 0.0) for i in range(16)
+    ]
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
@@ -125,7 +127,10 @@ def wide_loss(params, batch):
 
 
 def test_memory_does_not_grow_with_the_batch():
-    params = {"in": jax.ShapeDtypeStruct((64, 1024), np.float32), "out": jax.ShapeDtypeStruct((1024, 64), np.float32)}
+    params = {
+        "in": jax.ShapeDtypeStruct((64, 1024), np.float32),
+        "out": jax.ShapeDtypeStruct((1024, 64), np.float32),
+    }
     gradient = 4 * sum(math.prod(x.shape) for x in params.values())
 
     def temporary(rows, chunk_size):
@@ -159,7 +164,10 @@ def test_on_a_mesh(axis_type):
         return plain_loss(params, batch)
 
     rng = np.random.default_rng(1)
-    params = {"v": np.float32(rng.standard_normal(WIDTH)), "w": np.float32(rng.standard_normal((WIDTH, WIDTH)))}
+    params = {
+        "v": np.float32(rng.standard_normal(WIDTH)),
+        "w": np.float32(rng.standard_normal((WIDTH, WIDTH))),
+    }
     specs = {"v": P(), "w": P() if kind is AxisType.Explicit else P("fsdp", "data")}
     placed = {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in params.items()}
     batch = make_batch(16)
@@ -180,9 +188,15 @@ def test_on_a_mesh(axis_type):
         ({"row_ids": [1, 2]}, r"row_ids must have one id for each of the 4 rows of the batch, got 2"),
         ({"batch": {}}, r"batch must hold at least one array, got \{\}"),
         ({"batch": {"x": np.ones((0, 2))}}, r"batch must have at least one row, got none"),
-        ({"batch": {"x": np.ones((4, 2)), "temperature": 1.0}}, r"\['temperature'\] is a scalar: give it to loss_fn"),
+        (
+            {"batch": {"x": np.ones((4, 2)), "temperature": 1.0}},
+            r"\['temperature'\] is a scalar: give it to loss_fn",
+        ),
         ({"batch": (np.ones((4, 2)), np.ones(3))}, r"\[0\] has 4, \[1\] has 3"),
-        ({"loss_fn": lambda params, batch: batch @ params}, r"loss_fn must return a scalar.* got shape \(1,\)"),
+        (
+            {"loss_fn": lambda params, batch: batch @ params},
+            r"loss_fn must return a scalar.* got shape \(1,\)",
+        ),
     ],
 )
 def test_row_report_refuses(change, said):
@@ -214,7 +228,11 @@ def test_a_tracker_copies_what_a_loader_fills_again():
     ids[:] = 0
     tracker.add(2, 5, ("a", 7))
     assert tracker.find(1) == (1, {"shard": 3}, [0, 1, 2, 3])
-    assert json.loads(json.dumps(tracker.find(2)._asdict())) == {"update": 2, "data_index": 5, "row_ids": ["a", 7]}
+    assert json.loads(json.dumps(tracker.find(2)._asdict())) == {
+        "update": 2,
+        "data_index": 5,
+        "row_ids": ["a", 7],
+    }
 
 
 @pytest.mark.parametrize("capacity", [0, -1, 2.5, True, "many"])

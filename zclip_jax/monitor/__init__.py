@@ -13,4 +13,16 @@ from zclip_jax.monitor._tensorboard import TensorBoard
 from zclip_jax.monitor._trackio import Trackio
 from zclip_jax.monitor._wandb import Wandb
 
-__all__ = ["ALARMS", "Alarm", "JsonLines", "Monitor", "RowReport", "RowTracker", "Rows", "TensorBoard", "Trackio", "Wandb", "row_report"]
+__all__ = [
+    "ALARMS",
+    "Alarm",
+    "JsonLines",
+    "Monitor",
+    "RowReport",
+    "RowTracker",
+    "Rows",
+    "TensorBoard",
+    "Trackio",
+    "Wandb",
+    "row_report",
+]

@@ -124,7 +124,7 @@ def row_report(
       batch: any pytree of arrays whose first axis is that of the rows.
       chunk_size: the number of rows whose gradients are computed at a time, by `vmap`: more are faster and need
         as many times the memory.
-      row_ids: a sequence or a NumPy array of the names of the rows, in the order of the batch; positions unless given.
+      row_ids: a sequence or a NumPy array of the names of the rows, in their order; positions unless given.
 
     Raises:
       ValueError: `chunk_size` is no positive int, the leaves of `batch` have no common first axis, `row_ids` are not
@@ -148,7 +148,9 @@ def row_report(
     num_rows = _num_rows(batch)
     ids = list(range(num_rows)) if row_ids is None else np.asarray(row_ids, object).tolist()
     if len(ids) != num_rows:
-        raise ValueError(f"row_ids must have one id for each of the {num_rows} rows of the batch, got {len(ids)}")
+        raise ValueError(
+            f"row_ids must have one id for each of the {num_rows} rows of the batch, got {len(ids)}"
+        )
     _check_processes(params, batch)
     layouts = tuple(_layout(x) for x in jax.tree.leaves(batch))
     # Each device gets the few bytes of all rows, since all compute the same row at a time.
@@ -193,7 +195,9 @@ def measure(params, batch, loss_fn, chunk_size, layouts, mesh):
     # Without a batch size there is no vmap, which some operations lack.
     size = None if chunk_size == 1 else chunk_size
     measured = jax.lax.map(measure_row, batch, batch_size=size)
-    return measured if mesh is None else tuple(_place(x, NamedSharding(mesh, PartitionSpec())) for x in measured)
+    return (
+        measured if mesh is None else tuple(_place(x, NamedSharding(mesh, PartitionSpec())) for x in measured)
+    )
 
 
 def _num_rows(batch: PyTree) -> int:
