@@ -33,9 +33,8 @@ def main(argv: list[str]) -> int:
     (row_step,), (tensor_step,) = config.faults.bad_row_steps, config.faults.bad_tensor_steps
     planted = row_at(config, row_step)
     print(f"\nplanted   noise in window {planted} of the corpus at step {row_step}")
-    print(
-        f"          a gradient {config.faults.bad_factor:g} times too large at step {tensor_step}: {config.faults.bad_tensor}"
-    )
+    factor, name = config.faults.bad_factor, config.faults.bad_tensor
+    print(f"          a gradient {factor:g} times too large at step {tensor_step}: {name}")
     for step in (row_step, tensor_step):
         print(
             f"found     {SpikeRecord(records[step])}"
@@ -45,9 +44,7 @@ def main(argv: list[str]) -> int:
         rows = RowReport(records[step]["rows"][:2] if step in records else ())
         print("          " + str(rows).replace("\n", "\n          "))
     found_row = row_step in records and records[row_step]["rows"][0]["row_id"] == planted
-    found_tensor = (
-        tensor_step in records and records[tensor_step]["rise"]["group"] == config.faults.bad_tensor
-    )
+    found_tensor = tensor_step in records and records[tensor_step]["rise"]["group"] == name
     print(f"the row {'is' if found_row else 'is NOT'} named, the tensor {'is' if found_tensor else 'is NOT'}")
     return 0 if found_row and found_tensor else 1
 

@@ -5,9 +5,9 @@
 
 "none" is the example's step with zclip and AdamW, of which nothing is fetched or logged. "watch" has `watch("grads")`
 and `watch("updates")`, layer by layer, in its chain as well. "full" also fetches all metrics one step behind, looks
-for alarms, keeps the rows of each update and writes JSON lines and TensorBoard files. Each takes some steps in every round, in
-a shuffled order; "time" is the median over rounds of the time over that of "none" in the same round, with quartiles.
-"host" is the CPU time that the thread which trains spends in the monitor, a step.
+for alarms, keeps the rows of each update and writes JSON lines and TensorBoard files. Each takes some steps in every
+round, in a shuffled order; "time" is the median over rounds of the time over that of "none" in the same round, with
+quartiles. "host" is the CPU time that the thread which trains spends in the monitor, a step.
 """
 
 import argparse
