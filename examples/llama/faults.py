@@ -54,20 +54,25 @@ def spoil_rows(
     return np.where(chosen[:, None], noise[positions], rows)
 
 
+def find_tensor(options: FaultOptions, params: Any) -> np.ndarray:
+    """Of the tensors of the model, layer by layer, which one is bad: bool [tensors]; ValueError if none is."""
+    names = group_names(params, stacked=is_stacked)
+    if options.bad_tensor_steps and options.bad_tensor not in names:
+        raise ValueError(
+            f"bad_tensor must be one of {', '.join(group_names(params))}, those of blocks with a layer behind it as "
+            f"in {names[0]}; got {options.bad_tensor!r}"
+        )
+    return np.array([name == options.bad_tensor for name in names])
+
+
 def spoil_gradients(options: FaultOptions, grads: Any, step: jax.Array) -> Any:
     """Multiplies the gradient of one tensor on some steps; without such steps nothing is traced."""
     if not options.bad_tensor_steps:
         return grads
-    names = group_names(grads, stacked=is_stacked)
-    if options.bad_tensor not in names:
-        raise ValueError(
-            f"bad_tensor must be one of {', '.join(group_names(grads))}, those of blocks with a layer behind it as "
-            f"in {names[0]}; got {options.bad_tensor!r}"
-        )
+    is_bad = find_tensor(options, grads)
     now = jnp.isin(step, jnp.asarray(options.bad_tensor_steps))
-    is_bad = np.array([name == options.bad_tensor for name in names])
     factors = jnp.where(now & is_bad, options.bad_factor, 1.0)
-    places = iter(range(len(names)))
+    places = iter(range(len(is_bad)))
 
     def spoil(path: Any, x: jax.Array) -> jax.Array:
         if not is_stacked(path):

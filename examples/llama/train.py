@@ -39,7 +39,7 @@ from zclip_jax import clip_by_rule, group_names, levelclip, metrics, rules, watc
 
 import hosts
 from data import Corpus, DataConfig, load_corpus, train_iterator, val_batches
-from faults import FaultOptions, is_stacked, spoil_gradients, spoil_rows
+from faults import FaultOptions, find_tensor, is_stacked, spoil_gradients, spoil_rows
 from flags import check_same_run, parse_flags, parse_known, to_flags
 from hosts import AXES, HostOptions, make_mesh
 from model import PRESETS, Llama, LlamaConfig, loss_fn, num_params, shard
@@ -322,6 +322,7 @@ def prepare(config: Config, stack: contextlib.ExitStack) -> Run:
             check_same_run(saved["config"], identity, FREE, config.run_dir)
         with jax.set_mesh(mesh):
             state, train_step, eval_step = make_program(config, model_config(config.model, corpus.vocab_size))
+        find_tensor(config.faults, state["model"])  # complains of a name that is none
         if step:
             # The state goes to the devices of the one that it replaces, whatever mesh saved it.
             like = ocp.args.StandardRestore(state)
