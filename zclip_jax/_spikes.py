@@ -10,7 +10,7 @@ import numpy as np
 from zclip_jax._groups import Granularity, Stacked, group_names
 from zclip_jax._metrics import find_states, name_states
 from zclip_jax._typing import PyTree
-from zclip_jax._watch import LARGEST_SPIKE, LAST_NONFINITE, LAST_SPIKE, name_id
+from zclip_jax._watch_state import LARGEST_SPIKE, LAST_NONFINITE, LAST_SPIKE, name_id
 
 MOST_NAMES = 8
 
