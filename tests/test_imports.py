@@ -55,7 +55,7 @@ ALLOWED = {
     "_metrics": ({"_rule", "_state", "_skip", "_watch_state"}, {"jax"}),
     "_alarms": (set(), {"numpy"}),
     # Packages of the extras come through `_extras`.
-    "monitor": ({"_alarms", "_extras", "monitor"}, {"jax", "numpy"}),
+    "monitor": ({"_typing", "_norm", "_alarms", "_extras", "monitor"}, {"jax", "numpy"}),
     "replay": (
         {"_typing", "_numerics", "_checks", "_rule", "_alarms", "_extras", "rules", "replay"},
         {"jax", "numpy"},
