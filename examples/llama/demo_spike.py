@@ -17,7 +17,7 @@ from data import load_corpus, train_iterator
 from faults import bad_row
 from flags import parse_flags
 
-FLAGS = "--run-dir runs/demo-spike --fresh --steps 300 --eval-every 300 --save-every 300"
+FLAGS = "--run-dir runs/demo-spike --fresh --steps 300 --batch-size 8 --eval-every 300 --save-every 300"
 FLAGS += " --bad-row-steps 260 --bad-tensor-steps 285 --bad-tensor blocks/attention/wk[2] --bad-factor 30"
 
 
