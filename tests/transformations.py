@@ -11,7 +11,17 @@ import optax
 import pytest
 
 from tests.cases import LOSSES, RULES, fast_jit
-from zclip_jax import ClipState, clip_by_rule, levelclip, metrics, rules, skip_by_rule, zclip
+from zclip_jax import (
+    ClipState,
+    WatchState,
+    clip_by_rule,
+    levelclip,
+    metrics,
+    rules,
+    skip_by_rule,
+    watch,
+    zclip,
+)
 
 
 def is_stacked(path):
@@ -54,6 +64,8 @@ SLOW = (
     "skip around a chain",
     "skip in a chain",
     "skip around MultiSteps",
+    "watch by layer",
+    "watch in a skip",
 )
 
 
@@ -100,6 +112,17 @@ COMPOSED = {
     "skip in a chain": lambda: optax.chain(zclip(), skip_by_rule(optax.adam(1e-2), rules.level())),
     "skip around MultiSteps": lambda: skip_by_rule(
         optax.MultiSteps(optax.chain(zclip(warmup_steps=4), optax.sgd(1.0)), 2), rules.fixed(1.0)
+    ),
+    "watch": lambda: watch("grads"),
+    "watch by layer": lambda: watch("grads", rule=rules.percentile(50.0, 12), stacked=is_stacked),
+    "watch at both ends of a chain": lambda: optax.chain(
+        watch("grads", stacked=is_stacked), zclip(), optax.sgd(0.1), watch("updates")
+    ),
+    "watch in a skip": lambda: skip_by_rule(
+        optax.MultiSteps(
+            optax.chain(watch("grads"), optax.sgd(0.1), watch("updates", rule=rules.fixed(0.01))), 2
+        ),
+        rules.fixed(2.0),
     ),
 }
 
@@ -227,8 +250,9 @@ def whole_run(name):
 
 def clip_states(tree):
     """The states of this package in `tree`; those of optax have habits of their own."""
-    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ClipState))
-    return [x for x in found if isinstance(x, ClipState)]
+    ours = (ClipState, WatchState)
+    found = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ours))
+    return [x for x in found if isinstance(x, ours)]
 
 
 def spec(tree):

@@ -11,8 +11,10 @@ from zclip_jax._metrics import metrics
 from zclip_jax._presets import levelclip, zclip
 from zclip_jax._rule import Decision, Outcome, Rule, decide
 from zclip_jax._skip import SkipState, skip_by_rule
+from zclip_jax._spikes import SpikeRecord, spikes, step_record
 from zclip_jax._state import ClipState
 from zclip_jax._transplant import TransplantReport, transplant
+from zclip_jax._watch import WatchState, watch
 
 __version__ = "0.1.0"
 
@@ -22,7 +24,9 @@ __all__ = [
     "Outcome",
     "Rule",
     "SkipState",
+    "SpikeRecord",
     "TransplantReport",
+    "WatchState",
     "clip_by_rule",
     "decide",
     "group_names",
@@ -30,7 +34,10 @@ __all__ = [
     "metrics",
     "rules",
     "skip_by_rule",
+    "spikes",
+    "step_record",
     "transplant",
     "unscale",
+    "watch",
     "zclip",
 ]
