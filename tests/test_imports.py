@@ -50,10 +50,11 @@ ALLOWED = {
     "_presets": ({"_checks", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
     "_metrics": ({"_rule", "_state", "_skip", "_watch"}, {"jax"}),
     "_alarms": (set(), {"numpy"}),
+    "_spike_score": (set(), {"numpy"}),
     # Packages of the extras come through `_extras`.
     "monitor": ({"_alarms", "_extras", "monitor"}, {"jax", "numpy"}),
     "replay": (
-        {"_typing", "_numerics", "_checks", "_rule", "_alarms", "_extras", "rules", "replay"},
+        {"_typing", "_numerics", "_checks", "_rule", "_alarms", "_spike_score", "_extras", "rules", "replay"},
         {"jax", "numpy"},
     ),
     "cli": ({"replay"}, {"jax", "numpy"}),
