@@ -54,10 +54,11 @@ ALLOWED = {
     "_presets": ({"_checks", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
     "_metrics": ({"_rule", "_state", "_skip", "_watch_state"}, {"jax"}),
     "_alarms": (set(), {"numpy"}),
+    "_spike_score": (set(), {"numpy"}),
     # Packages of the extras come through `_extras`.
     "monitor": ({"_typing", "_norm", "_alarms", "_extras", "monitor"}, {"jax", "numpy"}),
     "replay": (
-        {"_typing", "_numerics", "_checks", "_rule", "_alarms", "_extras", "rules", "replay"},
+        {"_typing", "_numerics", "_checks", "_rule", "_alarms", "_spike_score", "_extras", "rules", "replay"},
         {"jax", "numpy"},
     ),
     "cli": ({"replay"}, {"jax", "numpy"}),

@@ -94,7 +94,8 @@ LOG = [
     "num_nonfinite",
     "median",
 ]
-LOG += ["max", "num_outliers", "num_falling", "spike_score", "loss_spike_score", "notes"]
+LOG += ["max", "num_outliers", "num_falling", "spike_score", "loss_spike_score"]
+LOG += ["olmo_core_spike_score", "olmo_core_spike_score_last", "notes"]
 SETTING = ["settings", "num_steps", "num_fired", "num_bound", "num_capped", "num_nonfinite", "fired_rate"]
 SETTING += ["bound_rate", "capped_rate", "longest_run", "locked_in_from", "num_outliers", "num_caught"]
 SETTING += ["num_false_alarms"]

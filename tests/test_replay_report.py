@@ -80,6 +80,8 @@ def test_the_log():
         "num_falling": 0,
         "spike_score": None,
         "loss_spike_score": None,
+        "olmo_core_spike_score": None,
+        "olmo_core_spike_score_last": None,
         "notes": ["a", "b"],
     }
 
@@ -88,6 +90,9 @@ def test_the_spike_scores_are_of_norms_and_losses():
     recording = recorded(spiky(300, 150), loss=np.insert(np.ones(298), [200, 249], [2.0, NAN]))
     log = describe_log(recording, look_back(recording.norms))
     assert (log["spike_score"], log["loss_spike_score"]) == (1 / 200, 1 / 199)
+    # A norm of 128 or more before it varies; the losses before theirs do not.
+    assert log["olmo_core_spike_score"] == 1 / 300
+    assert log["olmo_core_spike_score_last"] is None
 
 
 def test_one_rule():

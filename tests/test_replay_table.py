@@ -58,7 +58,11 @@ def test_the_report_as_text(ordinary, capsys):
         ["outliers in warm-up", warm_up, "no warm-up", "no warm-up"],
         ["not finite", "0", "0", "0"],
     ]
-    assert shown[start + 12] == [f"SpikeScore: norm {ordinary['log']['spike_score']:.3%}, loss 0.000%"]
+    scores = [ordinary["log"][name] for name in ("spike_score", "olmo_core_spike_score")]
+    assert shown[start + 12 : start + 14] == [
+        [f"SpikeScore (OLMo 2: 7 sigma, 1,000 values): norm {scores[0]:.3%}, loss 0.000%"],
+        [f"SpikeScore (OLMo-core: 6 sigma, 128 values): {scores[1]:.3%} of the steps"],
+    ]
     assert ["step", "norm", "local median", "ratio", "allowed", "fired"] in shown
     first = rule[0]["largest_spikes"][0]
     assert [
@@ -123,7 +127,7 @@ def test_any_width(ordinary, width, capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     # Sentences may go on as one line; what is drawn keeps to the width.
     assert max(len(line) for line in lines if "──" in line) <= width
-    assert any(line.startswith("SpikeScore:") for line in lines)
+    assert any(line.startswith("SpikeScore (OLMo 2") for line in lines)
 
 
 def test_large_numbers_fit(ordinary, capsys):

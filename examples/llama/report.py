@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from zclip_jax import SpikeRecord, step_record
+from zclip_jax._spike_score import spike_score
 from zclip_jax.monitor import ALARMS, JsonLines, Monitor, RowReport, RowTracker, TensorBoard, row_report
 
 from data import Batch, Corpus
@@ -191,6 +192,7 @@ class Report:
         )
         print(f"speed     {statistics.median(speeds or [math.nan]):,.0f} tokens/s (median step)")
         print(f"clipping  {describe_clipping(rows, self.flags)}")
+        print(f"score     {describe_score(rows)}")
         print(f"spikes    {describe_spikes(read_rows(self.run_dir / 'spikes.jsonl'))}")
         print(f"plot      {self.run_dir / 'plot.png'}", flush=True)
 
@@ -240,6 +242,15 @@ def read_rows(path: Path) -> list[Row]:
             rows = [kept for kept in rows if kept["step"] < row["step"]]
         rows.append(row)
     return rows
+
+
+def describe_score(rows: list[Row]) -> str:
+    losses, norms = (np.array([float(row[name]) for row in rows]) for name in ("loss", "zclip/grad_norm"))
+    score = spike_score(losses, norms)
+    if score.total is None:
+        return "no SpikeScore of less than 128 steps"
+    last = "" if score.last is None else f", {score.last:.2%} of the last 10,000"
+    return f"{score.total:.2%} of the steps spike in loss or norm{last} (SpikeScore as OLMo-core counts it)"
 
 
 def describe_spikes(records: list[Row]) -> str:

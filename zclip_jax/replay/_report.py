@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from zclip_jax._spike_score import spike_score as olmo_core_spike_score
 from zclip_jax.replay._flags import find_flags
 from zclip_jax.replay._json import to_json
 from zclip_jax.replay._outliers import OUTLIER, Hindsight, is_finite, look_back, spike_score
@@ -47,6 +48,7 @@ def report_run(run: Recording, specs: Sequence[Spec], replays: Sequence[Replay])
 def describe_log(run: Recording, hindsight: Hindsight) -> dict[str, Any]:
     """A recorded run: its length, level and oddities."""
     finite = run.norms[is_finite(run.norms)]
+    both = olmo_core_spike_score(*([run.norms] if run.loss is None else [run.norms, run.loss]))
     return to_json(
         {
             "name": run.name,
@@ -63,6 +65,8 @@ def describe_log(run: Recording, hindsight: Hindsight) -> dict[str, Any]:
             "num_falling": np.sum((hindsight.ratio > OUTLIER) & ~hindsight.outlier),
             "spike_score": spike_score(run.norms),
             "loss_spike_score": None if run.loss is None else spike_score(run.loss),
+            "olmo_core_spike_score": both.total,
+            "olmo_core_spike_score_last": both.last,
             "notes": run.notes,
         }
     )

@@ -40,7 +40,11 @@ def print_report(report: dict[str, Any]) -> None:
     scores = [(name, log[key]) for name, key in (("norm", "spike_score"), ("loss", "loss_spike_score"))]
     told = [f"{name} {score:.3%}" for name, score in scores if score is not None]
     if told:
-        show.line(f"SpikeScore: {', '.join(told)}")
+        show.line(f"SpikeScore (OLMo 2: 7 sigma, 1,000 values): {', '.join(told)}")
+    if (total := log["olmo_core_spike_score"]) is not None:
+        last = log["olmo_core_spike_score_last"]
+        rolling = "" if last is None else f", of the last 10,000 {last:.3%}"
+        show.line(f"SpikeScore (OLMo-core: 6 sigma, 128 values): {total:.3%} of the steps{rolling}")
     if len(runs) > 1:
         show.line(f"\nThe runs, in each of which {first} starts afresh")
         show.table(*_runs(runs[:MOST]))

@@ -12,6 +12,7 @@ from zclip_jax.replay.readers import Recording
 LARGEST = 10  # spikes listed
 # What only a run of its own has.
 ONE_RUNS = ("first_step", "last_step", "cadence", "median", "spike_score", "loss_spike_score")
+ONE_RUNS += ("olmo_core_spike_score", "olmo_core_spike_score_last")
 
 
 def add_up(
