@@ -7,6 +7,7 @@ import types
 
 import jax.numpy as jnp
 import pytest
+import wandb
 from wandb.proto.wandb_internal_pb2 import Record
 
 from tests.test_monitor import read_rows
@@ -15,6 +16,7 @@ from zclip_jax.monitor import JsonLines, Monitor, Trackio, Wandb
 
 def offline_records(folder):
     """What is in the files of offline runs below a folder, the oldest first: a log of LevelDB's kind."""
+    wandb.teardown()  # ends the process that writes them, which may be behind
     for path in sorted(folder.rglob("*.wandb")):
         data, at, whole = path.read_bytes(), 7, b""
         while at + 7 <= len(data):
