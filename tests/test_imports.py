@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import zclip_jax
+import zclip_jax.monitor
 import zclip_jax.replay
 
 ROOT = Path(zclip_jax.__file__).parent
@@ -51,9 +52,14 @@ ALLOWED = {
     "_units": ({"_state", "_watch_state", "rules"}, {"jax", "numpy"}),
     "_transplant": ({"_typing", "_units"}, {"jax", "numpy"}),
     "_presets": ({"_checks", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
-    "_metrics": ({"_rule", "_state", "_skip", "_watch_state"}, {"jax"}),
-    # Packages of the extra `replay` come through `_extras`.
-    "replay": ({"_typing", "_numerics", "_checks", "_rule", "_extras", "rules", "replay"}, {"jax", "numpy"}),
+    "_metrics": ({"_rule", "_state", "_skip", "_watch"}, {"jax"}),
+    "_alarms": (set(), {"numpy"}),
+    # Packages of the extras come through `_extras`.
+    "monitor": ({"_alarms", "_extras", "monitor"}, {"jax", "numpy"}),
+    "replay": (
+        {"_typing", "_numerics", "_checks", "_rule", "_alarms", "_extras", "rules", "replay"},
+        {"jax", "numpy"},
+    ),
     "cli": ({"replay"}, {"jax", "numpy"}),
     "__init__": (
         {
@@ -75,9 +81,11 @@ ALLOWED = {
     ),
 }
 STANDARD = {
+    "abc",
     "argparse",
     "array",
     "ast",
+    "atexit",
     "bisect",
     "codecs",
     "collections",
@@ -92,11 +100,17 @@ STANDARD = {
     "io",
     "itertools",
     "json",
+    "logging",
     "math",
     "os",
     "pathlib",
+    "queue",
     "re",
+    "socket",
+    "struct",
     "sys",
+    "threading",
+    "time",
     "types",
     "typing",
     "warnings",
@@ -135,7 +149,7 @@ def test_every_file_imports_only_what_it_may():
 
 
 def test_all_is_sorted_and_complete():
-    for module in (zclip_jax, zclip_jax.replay, zclip_jax.rules):
+    for module in (zclip_jax, zclip_jax.monitor, zclip_jax.replay, zclip_jax.rules):
         names = module.__all__
         assert sorted(names) == list(names)
         assert all(hasattr(module, name) for name in names)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from zclip_jax._alarms import ALARMS
 from zclip_jax.replay._outliers import NO_OUTLIER, Hindsight, is_finite, is_usable
 from zclip_jax.replay._replay import Replay
 from zclip_jax.replay._specs import Spec
@@ -34,6 +35,7 @@ def find_flags(
         _warm_up(spec, report["warm_up"]),
         _missed(spec, recording, hindsight, replayed),
         _false_alarms(spec, report),
+        *_alarms(recording, replayed, report["locked_in_from"] is not None),
         _few(usable.size, finite.size),
     ]
     return [sentence for sentence in found if sentence]
@@ -51,6 +53,25 @@ def _clipped_before(finite: np.ndarray) -> str | None:
         else f"{pile:,} norms are {largest:.4g}, the largest"
     )
     return f"{those}: they look logged after clipping, which hides what there was to clip"
+
+
+def _alarms(recording: Recording, replayed: Replay, locked_in: bool) -> list[str]:
+    """What a live `Monitor` would have raised, had the rule run."""
+    norms, outcomes = recording.norms, replayed.outcomes
+    columns = {"step": recording.steps, "grad_norm": np.where(is_finite(norms), norms, np.nan)}
+    columns |= {name: np.asarray(getattr(outcomes, name)) for name in ("fired", "bound", "capped")}
+    found = []
+    for alarm in ALARMS:
+        follows = locked_in and alarm.name in ("clipping", "spikes")
+        if follows or not all(name in columns for name in alarm.reads):
+            continue
+        rows = np.flatnonzero(alarm.holds(columns))
+        if rows.size:
+            end = rows[0] + 1
+            window = {name: x[max(end - alarm.window, 0) : end] for name, x in columns.items()}
+            share = f"; so at {rows.size:,} of {norms.size:,} steps" if rows.size > 1 else ""
+            found.append(f"alarm at step {recording.steps[rows[0]]}: {alarm.say(window)}{share}")
+    return found
 
 
 def _few(num_usable: int, num_finite: int) -> str | None:
