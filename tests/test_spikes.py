@@ -68,8 +68,17 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("stacked", [None, is_stacked], ids=["leaf", "stacked"])
-@pytest.mark.parametrize("way", WAYS)
+SLOW = ("MultiSteps", "skip_by_rule", "inject_hyperparams", "masked")
+
+
+@pytest.mark.parametrize(
+    ("way", "stacked"),
+    [
+        pytest.param(way, stacked, marks=pytest.mark.slow if stacked and way in SLOW else ())
+        for way in WAYS
+        for stacked in (None, is_stacked)
+    ],
+)
 def test_a_planted_spike_is_named(way, stacked):
     """In each group in turn, though its share of the norm is small on other steps; a NaN likewise."""
     tx = WAYS[way](stacked=stacked)
@@ -93,10 +102,11 @@ def test_a_planted_spike_is_named(way, stacked):
 def test_a_spike_below_the_share_of_the_head():
     """The head keeps the largest share, its own history says that nothing is the matter with it."""
     tx = watch("grads", rule=rules.fixed(0.0))
+    update = fast_jit(tx.update)
     state = tx.init(PARAMS)
     for step in range(30):
-        _, state = tx.update(grads_of(step), state)
-    _, state = tx.update(grads_of(30, "layers/wk", 40.0), state)
+        _, state = update(grads_of(step), state)
+    _, state = update(grads_of(30, "layers/wk", 40.0), state)
     record = step_record(metrics(state), group_names(PARAMS))
     assert (record["share"]["group"], record["rise"]["group"]) == ("head", "layers/wk")
     assert record["share"]["share"] > 0.95
@@ -147,9 +157,10 @@ def test_records_are_plain_and_equal():
 
 def test_the_line_of_updates():
     tx = watch("updates", rule=rules.fixed(1.0))
+    update = fast_jit(tx.update)
     state = tx.init(jnp.ones(4))
     for size in [0.1, 0.1, 0.1, 0.8]:
-        _, state = tx.update(jnp.full(4, size), state, jnp.ones(4))
+        _, state = update(jnp.full(4, size), state, jnp.ones(4))
     (record,) = spikes(state, jnp.ones(4))
     assert record["ratio_rise"] == pytest.approx(8, rel=1e-3)
     assert record["ratio_group"]["times_level"] == pytest.approx(8, rel=1e-3)
@@ -160,7 +171,7 @@ def test_the_line_of_updates():
 def test_an_overflow_of_the_sum():
     tx = watch("grads")
     grads = {"a": jnp.asarray([1.5e19]), "b": jnp.asarray([1.5e19])}
-    _, state = tx.update(grads, tx.init(grads))
+    _, state = fast_jit(tx.update)(grads, tx.init(grads))
     (record,) = spikes(state, grads)
     assert str(record) == "step 1: norm inf · all 2 groups finite: the sum of their squares overflows"
 
@@ -168,7 +179,7 @@ def test_an_overflow_of_the_sum():
 def test_a_first_step_has_no_history():
     tx = watch("grads", rule=rules.fixed(1.0))
     grads = {"a": jnp.asarray([3.0]), "b": jnp.asarray([4.0])}
-    _, state = tx.update(grads, tx.init(grads))
+    _, state = fast_jit(tx.update)(grads, tx.init(grads))
     (record,) = spikes(state, grads)
     assert (record["times_level"], record["rise"]) == (None, None)
     assert str(record) == "step 1: norm 5, allowed 1 · b: 64 % of it"
@@ -181,7 +192,7 @@ def test_other_groups_are_errors():
         spikes(state, PARAMS)
     with pytest.raises(ValueError, match="no watch in this"):
         spikes(zclip().init(PARAMS), PARAMS)
-    _, state = tx.update(jax.tree.map(lambda x: x * np.nan, PARAMS), state)
+    _, state = fast_jit(tx.update)(jax.tree.map(lambda x: x * np.nan, PARAMS), state)
     with pytest.raises(ValueError, match="the 7 groups of this watch, got 5"):
         step_record(metrics(state), group_names(PARAMS))
     with pytest.raises(ValueError, match="got 'updates'; values has watch/grads"):
@@ -191,7 +202,7 @@ def test_other_groups_are_errors():
 def test_transplanted_by_name():
     """Histories go to the same groups and to no others, be they as many."""
     old = optax.chain(watch("grads"), optax.adam(1e-3))
-    _, state = old.update(grads_of(0), old.init(PARAMS), PARAMS)
+    _, state = fast_jit(old.update)(grads_of(0), old.init(PARAMS), PARAMS)
     new = optax.chain(watch("grads"), zclip(), optax.adam(1e-3), watch("updates"))
     carried, report = transplant(state, new.init(PARAMS))
     assert "0 WatchState" in report.carried

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.benchmarks.overhead import bytes_accessed, compile_update
 from tests.cases import WRAPPERS, fast_jit, level_oracle
 from tests.watching import KINDS, watch_oracle
 from zclip_jax import WatchState, group_names, metrics, rules, skip_by_rule, watch, zclip
@@ -79,8 +80,19 @@ def test_every_number_is_that_of_numpy(seed, events):
             )
 
 
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16, np.complex64])
-@pytest.mark.parametrize("what", KINDS)
+def some(quick, names, others):
+    """All pairs, of which all but the `quick` ones are slow."""
+    return [
+        pytest.param(x, y, marks=() if (x, y) in quick else pytest.mark.slow) for x in names for y in others
+    ]
+
+
+DTYPES = [np.float32, jnp.bfloat16, np.float16, np.complex64]
+
+
+@pytest.mark.parametrize(
+    ("what", "dtype"), some([("grads", np.float32), ("updates", jnp.bfloat16)], KINDS, DTYPES)
+)
 def test_changes_nothing(what, dtype):
     """The very arrays, whatever is in them."""
     grads = {
@@ -105,7 +117,7 @@ def test_norms_of_any_type(dtype):
     if dtype == np.complex64:
         grads["a"] = jnp.asarray([3.0j, 4.0])
     tx = watch("updates")
-    _, state = tx.update(grads, tx.init(grads), {"a": grads["a"] * 2, "b": grads["b"]})
+    _, state = fast_jit(tx.update)(grads, tx.init(grads), {"a": grads["a"] * 2, "b": grads["b"]})
     np.testing.assert_allclose(state.norms, [5.0, 100 * 1000**0.5], rtol=1e-5)
     np.testing.assert_allclose(jnp.exp(state.history.log_mean[3:5]), [0.5, 1.0], rtol=1e-5)
 
@@ -113,14 +125,16 @@ def test_norms_of_any_type(dtype):
 def test_sixty_four_bits(x64):
     grads = {"a": jnp.asarray([3e30, 4e30]), "b": jnp.asarray([1.0], jnp.float32)}
     tx = watch("grads")
-    _, state = tx.update(grads, tx.init(grads))
+    _, state = fast_jit(tx.update)(grads, tx.init(grads))
     assert state.norms.dtype == np.float64
     np.testing.assert_allclose(state.norms, [5e30, 1.0])
     assert not state.moments.nonfinite[0]
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
-@pytest.mark.parametrize("what", KINDS)
+QUICK = [(name, "updates" if "in" in name else "grads") for name in WRAPPERS]
+
+
+@pytest.mark.parametrize(("name", "what"), some(QUICK, WRAPPERS, KINDS))
 def test_found_in(name, what):
     params = {"a": jnp.ones(2), "b": jnp.ones(())}
     grads = {"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray(4.0)}
@@ -139,7 +153,7 @@ def test_beside_clips_and_others_of_its_kind():
     )
     params = {"a": jnp.ones(2), "b": jnp.ones(1)}
     grads = {"a": jnp.asarray([3.0, 0.0]), "b": jnp.asarray([4.0])}
-    _, state = tx.update(grads, tx.init(params), params)
+    _, state = fast_jit(tx.update)(grads, tx.init(params), params)
     logged = metrics(state)
     assert float(logged["watch/grads/0/norm"]) == 5.0
     assert float(logged["watch/grads/2/norm"]) == 1.0
@@ -152,9 +166,9 @@ def test_steps_left_out_are_seen_ahead_of_the_skip():
     """Inside, the watch stays with the steps that were applied."""
     inside = skip_by_rule(optax.chain(watch("grads"), optax.sgd(1.0)), rules.fixed(2.0))
     tx = optax.chain(watch("grads"), inside)
-    state = tx.init(jnp.zeros(1))
+    state, update = tx.init(jnp.zeros(1)), fast_jit(tx.update)
     for norm in [1.0, 1.0, 9.0, np.nan, 1.0]:
-        _, state = tx.update(jnp.asarray([norm]), state)
+        _, state = update(jnp.asarray([norm]), state)
     logged = metrics(state)
     assert [int(x) for key, x in logged.items() if key.endswith("grads/0/num_steps")] == [5]
     assert int(logged["watch/grads/1/inner_state/0/num_steps"]) == 3
@@ -171,9 +185,9 @@ def test_a_rule_of_another_kind():
 
     rule = rules.fixed(2.0)._replace(update=update)
     tx = watch("grads", rule=rules.in_log_space(rules.zscore(warmup_steps=2)))
-    state = tx.init(jnp.zeros(1))
+    state, update_ = tx.init(jnp.zeros(1)), fast_jit(tx.update)
     for norm in [4.0, 4.2, 4.1, 90.0]:
-        _, state = tx.update(jnp.asarray([norm]), state)
+        _, state = update_(jnp.asarray([norm]), state)
     logged = metrics(state)
     assert bool(logged["watch/grads/fired"])
     assert 4.0 < float(logged["watch/grads/level"]) < 4.2
@@ -184,12 +198,16 @@ def test_a_rule_of_another_kind():
     assert float(metrics(state)["watch/grads/allowed"]) == 2.0
 
 
-@pytest.mark.parametrize("what", KINDS)
-@pytest.mark.parametrize("tree", [{}, {"n": jnp.ones(2, jnp.int32)}, (), {"e": jnp.zeros(0)}])
-def test_a_tree_without_gradients(tree, what):
-    tx = watch(what)
-    for _ in range(2):
-        _, state = tx.update(tree, tx.init(tree), tree)
+EMPTY = {"none": {}, "ints": {"n": np.ones(2, np.int32)}, "of no size": {"e": np.zeros(0, np.float32)}}
+
+
+@pytest.mark.parametrize(
+    ("what", "name"), some([("grads", "none"), ("updates", "ints"), ("updates", "of no size")], KINDS, EMPTY)
+)
+def test_a_tree_without_gradients(what, name):
+    tx, tree = watch(what), EMPTY[name]
+    _, state = fast_jit(tx.update)(tree, tx.init(tree), tree)
+    _, state = fast_jit(tx.update)(tree, state, tree)
     assert float(metrics(state)[f"watch/{what}/norm"]) == 0.0
 
 
@@ -215,3 +233,17 @@ def test_errors():
         watch("grads").update(params, state)
     with pytest.raises(ValueError, match="must be a WatchState, got a ClipState"):
         tx.update(params, zclip().init(params), params)
+
+
+def test_costs_no_pass_over_the_gradients_beside_a_clip():
+    """By XLA's count of bytes: the clip reads them once more than the optimizer, and the watch not at all."""
+    params = {f"w{i}": jnp.zeros((512, 256)) for i in range(3)}
+    chains = {
+        "alone": optax.adamw(1e-3),
+        "clip": optax.chain(zclip(), optax.adamw(1e-3)),
+        "both": optax.chain(watch("grads"), zclip(), optax.adamw(1e-3)),
+    }
+    read = {name: bytes_accessed(compile_update(tx, params)[0]) for name, tx in chains.items()}
+    once = sum(x.nbytes for x in params.values())
+    assert (read["clip"] - read["alone"]) / once == pytest.approx(1, abs=0.02)
+    assert (read["both"] - read["alone"]) / once == pytest.approx(1, abs=0.02)

@@ -40,8 +40,15 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       clip states the key holds the path, `"zclip/<path>/<name>"`. With a granularity other than `"global"` the
       values are arrays `[groups]` in the order of `group_names`.
 
+      Of `watch` under `"watch/grads/<name>"` or `"watch/updates/<name>"`, with several of a kind
+      `"watch/grads/<path>/<name>"`: of the last step `norm`, its `level`, what was `allowed`, `trigger`, `fired`,
+      `nonfinite` and `num_nonfinite_groups`; `share_group`, an index into `group_names`, with `share` and
+      `share_norm`; `rise_group`, furthest above its own history, with `rise` (a multiple of its level),
+      `rise_norm` and `rise_z`; on updates `ratio`, `ratio_rise`, `ratio_group` and `ratio_group_rise`; the totals
+      `num_steps`, `num_fired` and `num_nonfinite`; and the arrays `norms` and `nonfinite_groups`.
+
     Raises:
-      ValueError: there is no clip state in `opt_state`.
+      ValueError: there is no clip state and no watch in `opt_state`.
 
     Examples:
       >>> import jax.numpy as jnp, optax
