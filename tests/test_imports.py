@@ -52,7 +52,7 @@ ALLOWED = {
     "_units": ({"_state", "_watch_state", "rules"}, {"jax", "numpy"}),
     "_transplant": ({"_typing", "_units"}, {"jax", "numpy"}),
     "_presets": ({"_checks", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
-    "_metrics": ({"_rule", "_state", "_skip", "_watch"}, {"jax"}),
+    "_metrics": ({"_rule", "_state", "_skip", "_watch_state"}, {"jax"}),
     "_alarms": (set(), {"numpy"}),
     # Packages of the extras come through `_extras`.
     "monitor": ({"_alarms", "_extras", "monitor"}, {"jax", "numpy"}),

@@ -92,7 +92,7 @@ def _varint(number: int) -> bytes:
 
 def _float(x: int | float) -> bytes:
     try:
-        return struct.pack("<f", x)
+        return struct.pack("<f", float(x))
     except OverflowError:  # beyond float32
         return struct.pack("<f", float("inf") if x > 0 else float("-inf"))
 
