@@ -2,7 +2,6 @@
 
 import atexit
 import logging
-import numbers
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -77,7 +76,7 @@ class Monitor:
         if len(set(names)) < len(names):
             raise ValueError(f"alarms must have different names, got {names}")
         for name, x in {"cooldown": cooldown, "timeout": timeout}.items():
-            if isinstance(x, bool) or not isinstance(x, numbers.Real) or not x >= 0:
+            if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating) or not x >= 0:
                 raise ValueError(f"{name} must be a number >= 0, got {x!r}")
         for name, function in {"on_alarm": on_alarm, "on_row": on_row}.items():
             if function is not None and not callable(function):
