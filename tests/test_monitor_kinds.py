@@ -80,7 +80,8 @@ VALUES = {
     "device complex": (jnp.complex64(1j), None),
     "date": (np.datetime64("2020-01-01"), None),
     "object": (np.array(None), None),
-    "key": (jax.eval_shape(lambda: jnp.zeros(())), None),
+    "shape": (jax.eval_shape(lambda: jnp.zeros(())), None),
+    "key": (jax.random.key(0), None),
 }
 
 
@@ -262,3 +263,13 @@ def test_an_alarm_of_ones_own_reads_what_it_names():
         for step in range(1, 6):
             monitor.log(step, {"lr": step / 2} if step % 2 else {"loss": 1.0})
     assert [(x["step"], x["message"]) for x in seen] == [(3, "[0.5, 1.5]"), (5, "[0.5, 1.5, 2.5]")]
+
+
+def test_a_tracer_is_told(caplog):
+    rows = []
+    with Monitor(on_row=rows.append) as monitor:
+        jax.jit(lambda x: [x, monitor.log(1, {"x": x, "y": 2.0})][0])(1.0)
+        monitor.log(2, {"x": 1.0})
+    assert [(row["step"], row.get("x")) for row in rows] == [(1, None), (2, 1.0)]
+    assert monitor.unread == {"x": 1}
+    assert "outside of the function that is jitted" in caplog.text

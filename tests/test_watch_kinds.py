@@ -221,3 +221,16 @@ def test_inside_of(name, what):
     assert record["step"] == (11 if name == "multi_steps" else 21)
     assert record["rise"]["group"] == record["share"]["group"] == "g3"
     assert step_record(metrics(state), group_names(PARAMS), what) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "most"), [("grads", 16), ("updates", 32)])
+def test_the_program_grows_by_a_few_instructions_a_leaf(what, most):
+    """Where each operation on the groups gathers the sums of all leaves, 2,000 leaves compile for minutes."""
+    tx, num = watch(what), {}
+    for leaves in (20, 60):
+        params = {f"w{i}": jnp.ones(4) for i in range(leaves)}
+        update = jax.jit(lambda grads, state, params: tx.update(grads, state, params)[1])
+        text = update.lower(params, tx.init(params), params).compile().as_text()
+        num[leaves] = text.count(" = ")
+    assert num[60] - num[20] <= most * 40

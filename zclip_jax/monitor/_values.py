@@ -34,7 +34,11 @@ def fetch(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     for name, value in zip(values, there, strict=True):
         number = as_number(value)
         if number is None:
-            unread[name] = f"it is no number and no array of numbers, but {type(value).__name__}"
+            unread[name] = (
+                "it is traced: call log outside of the function that is jitted"
+                if isinstance(value, jax.core.Tracer)
+                else f"it is no number and no array of numbers, but {type(value).__name__}"
+            )
         else:
             host[name] = number
     return host, unread
