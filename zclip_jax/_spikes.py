@@ -13,6 +13,8 @@ from zclip_jax._typing import PyTree
 from zclip_jax._watch_state import LARGEST_SPIKE, LAST_NONFINITE, LAST_SPIKE, name_id
 
 MOST_NAMES = 8
+# A group is named in the line for its rise from so many standard deviations, or times its own level, on.
+ORDINARY = 3.0
 
 
 class SpikeRecord(dict):
@@ -38,21 +40,25 @@ class SpikeRecord(dict):
         if self["kind"] == "spike" and not isinstance(self["allowed"], str):
             head += f", allowed {_short(self['allowed'])}"
         parts = [head]
-        if self["kind"] == "spike":
-            parts += self._groups()
+        if self["kind"] == "nonfinite":
+            parts.append(self._nonfinite())
+        parts += self._groups()
         if self["kind"] == "spike" and self.get("ratio_rise"):
             parts.append(
                 f"updates {_short(self['ratio'])} of the weights, {_times(self['ratio_rise'])} their level"
             )
-        if self["kind"] == "nonfinite":
-            parts.append(self._nonfinite())
         return " · ".join(parts)
 
     def _groups(self) -> list[str]:
         share, rise = self["share"], self["rise"]
+        if rise is not None and max(float(rise["z_score"]), float(rise["times_level"])) < ORDINARY:
+            rise = None  # what spiked may have no history: an ordinary group would be named in its place
+        if self["kind"] == "nonfinite" and rise is None:
+            return []
         parts = []
         if share is not None:
-            parts.append(f"{share['group']}: {_percent(share['share'])} of it")
+            of = "it" if self["kind"] == "spike" else "what is finite"
+            parts.append(f"{share['group']}: {_percent(share['share'])} of {of}")
         if rise is not None:
             own = f"{_times(rise['times_level'])} its own level"
             if share is not None and share["group"] == rise["group"]:
@@ -103,9 +109,17 @@ def step_record(values: Mapping[str, Any], names: Sequence[str], what: str = "gr
         raise ValueError(
             f"what must name a watch whose metrics are in values, got {what!r}; values has {known or 'none'}"
         )
+    if np.ndim(found["fired"]):
+        raise ValueError(
+            f"values must be of one step of one run, got a watch on {what} of shape {np.shape(found['fired'])}"
+        )
     if not (bool(found["fired"]) or bool(found["nonfinite"])):
         return None
-    found = {name: np.asarray(x) for name, x in found.items()}
+    if "nonfinite_groups" not in found:
+        raise ValueError(
+            f"values must have {prefix}nonfinite_groups beside the scalars, got {', '.join(values)}"
+        )
+    found = {name: np.asarray(float(x) if isinstance(x, str) else x) for name, x in found.items()}
     if found["nonfinite_groups"].shape != (len(names),):
         raise ValueError(
             f"names must be those of the {found['nonfinite_groups'].size} groups of this watch, got {len(names)}: "

@@ -127,6 +127,8 @@ class _Sizes(NamedTuple):
 
 
 def _measure(squares: jax.Array) -> _Sizes:
+    # Else XLA gathers the sums of all leaves anew in each of the many operations on them, and compiles for minutes.
+    squares = jax.lax.optimization_barrier(squares)
     return _Sizes(as_float(safe_sqrt(squares)), as_float(safe_sqrt(jnp.sum(squares))))
 
 

@@ -25,9 +25,8 @@ class Bell:
 
     def __init__(self, alarms: Sequence[Alarm], cooldown: int) -> None:
         self.alarms, self.cooldown = alarms, cooldown
-        self.window = max((alarm.window for alarm in alarms), default=1)
         self.names = {name for alarm in alarms for name in alarm.reads}
-        self.recent: dict[str, _Recent] = {}
+        self.recent: dict[tuple[str, str], _Recent] = {}
         self.raised: dict[tuple[str, str], int] = {}  # at which update
 
     def rewind(self, step: int) -> None:
@@ -36,23 +35,25 @@ class Bell:
             recent.rewind(step)
 
     def add(self, row: Row) -> list[Row]:
-        """Takes a row whose values may be arrays `[groups]`, and returns what the alarms find in the last ones."""
+        """Takes a row whose values may be arrays `[groups]`, and returns what the alarms find in the last ones.
+
+        An alarm sees the rows that have all that it reads.
+        """
         found = []
         sources = self._sources(row)
         for source, values in sources.items():
-            recent = self.recent.get(source)
-            if recent is None or recent.names != tuple(values):
-                recent = self.recent[source] = _Recent(tuple(values), self.window)
-            recent.add(list(values.values()))
             for alarm in self.alarms:
                 if not all(name in values for name in alarm.reads):
                     continue
-                last = self.raised.get((source, alarm.name))
+                which = source, alarm.name
+                recent = self.recent.setdefault(which, _Recent(("step", *alarm.reads), alarm.window))
+                recent.add([values[name] for name in recent.names])
+                last = self.raised.get(which)
                 if last is not None and row["update"] < last + self.cooldown:
                     continue
-                message = self._message(alarm, recent.columns(alarm.window))
+                message = self._message(alarm, recent.columns())
                 if message is not None:
-                    self.raised[source, alarm.name] = row["update"]
+                    self.raised[which] = row["update"]
                     whose = f"{source}: " if source and len(sources) > 1 else ""
                     place = {name: row[name] for name in OWN}
                     found.append(place | {"alarm": alarm.name, "message": whose + message})
@@ -97,8 +98,8 @@ class _Recent:
         steps = self.data[self.names.index("step"), : self.end]
         self.end = int((steps <= step).sum())
 
-    def columns(self, window: int) -> Mapping[str, np.ndarray]:
-        rows = slice(max(self.end - window, 0), self.end)
+    def columns(self) -> Mapping[str, np.ndarray]:
+        rows = slice(max(self.end - self.window, 0), self.end)
         return {name: column[rows] for name, column in zip(self.names, self.data, strict=True)}
 
 
@@ -107,6 +108,8 @@ def _one(name: str, value: Any) -> float:
     if np.ndim(value) == 0:
         return float(value)
     groups = np.asarray(value, float)
+    if not groups.size:
+        return float("nan")
     if name != "grad_norm":
         return float(groups.mean())
     finite = groups[np.isfinite(groups)]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from zclip_jax.monitor._position import Row
+from zclip_jax.monitor._position import Row, as_count
 from zclip_jax.monitor._row_sink import RowSink
 
 TAIL = 2**16  # bytes from the end of a file, in which its last row is looked for first
@@ -129,9 +129,9 @@ def _last_row(path: Path) -> Row | None:
             for line in reversed(lines if start == 0 else lines[1:]):  # whose first may lack its beginning
                 try:
                     row = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
-                if isinstance(row, dict) and isinstance(row.get("step"), int):
+                if isinstance(row, dict) and as_count(row.get("step")) is not None:
                     return row
             if start == 0:
                 return None

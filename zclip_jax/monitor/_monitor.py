@@ -13,7 +13,7 @@ import numpy as np
 from zclip_jax._alarms import ALARMS, Alarm
 from zclip_jax.monitor._bell import Bell
 from zclip_jax.monitor._position import OWN, Position, Row
-from zclip_jax.monitor._values import fetch
+from zclip_jax.monitor._values import fetch, keep
 from zclip_jax.monitor._worker import Worker
 
 logger = logging.getLogger("zclip_jax.monitor")
@@ -69,8 +69,22 @@ class Monitor:
     ) -> None:
         if not isinstance(sinks, Sequence):
             raise ValueError(f"sinks must be a list of sinks, got {sinks!r}")
+        alarms = tuple(alarms) if isinstance(alarms, Iterable) else (alarms,)
+        if not all(isinstance(alarm, Alarm) for alarm in alarms):
+            raise ValueError(f"alarms must be a list of Alarm, got {alarms!r}")
+        names = [alarm.name for alarm in alarms]
+        if len(set(names)) < len(names):
+            raise ValueError(f"alarms must have different names, got {names}")
+        for name, x in {"cooldown": cooldown, "timeout": timeout}.items():
+            if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating) or not x >= 0:
+                raise ValueError(f"{name} must be a number >= 0, got {x!r}")
+        for name, function in {"on_alarm": on_alarm, "on_row": on_row}.items():
+            if function is not None and not callable(function):
+                raise ValueError(f"{name} must be callable or None, got {function!r}")
         for sink in sinks:
-            if not all(callable(getattr(sink, name, None)) for name in ("log_scalar", "close")):
+            if isinstance(sink, type) or not all(
+                callable(getattr(sink, name, None)) for name in ("log_scalar", "close")
+            ):
                 raise ValueError(f"each of sinks must have log_scalar and close, got {sink!r}")
         self.sinks, self.on_alarm, self.on_row = tuple(sinks), on_alarm, on_row
         self.all_processes, self.timeout = all_processes, timeout
@@ -109,7 +123,7 @@ class Monitor:
 
         Args:
           step: of training, a Python int. One below the last begins another attempt, as `rewind` does; the same one
-            again adds to its row.
+            again adds to its row, unless that is written by then (`flush`).
           scalars: by name; arrays on the device, as the jitted step returned them. Arrays that are no scalars go to
             `on_row` alone.
           **values: more of them, from the host.
@@ -123,7 +137,13 @@ class Monitor:
         step = _check_step(step)
         if self._closed:
             raise ValueError(f"the monitor is closed, and step {step} can't be logged")
-        given = {**scalars, **values}
+        if not isinstance(scalars, Mapping):
+            raise ValueError(f"scalars must be a mapping of names to values, got {scalars!r}")
+        given = {name: keep(value) for name, value in [*scalars.items(), *values.items()]}
+        if not all(isinstance(name, str) for name in given):
+            raise ValueError(
+                f"scalars must have strings as names, got {next(x for x in given if not isinstance(x, str))!r}"
+            )
         for name in OWN:
             if name in given:
                 raise ValueError(f"scalars must not have {name!r}: each row has its own {', '.join(OWN)}")
@@ -150,6 +170,8 @@ class Monitor:
 
     def flush(self) -> None:
         """Writes the row that is pending, and waits for the sinks; call it before a checkpoint is saved."""
+        if self._closed:
+            return
         self._write_pending()
         self._wait(worker.flush() for worker in self._workers)
 
@@ -157,41 +179,44 @@ class Monitor:
         """Writes the row that is pending and closes the sinks, which may take `timeout`; then tells what was lost."""
         if self._closed:
             return
+        self._closed = True  # a callback may close, too
         try:
             self._write_pending()
         finally:
-            self._closed = True
             atexit.unregister(self.close)
             self._wait(worker.close() for worker in self._workers)
 
     def _wait(self, waits: Iterable[Callable[[float], None]]) -> None:
         waits, deadline = list(waits), time.monotonic() + self.timeout  # they work side by side
+        interrupted = None
         for wait in waits:
-            wait(deadline)
+            try:
+                wait(deadline)
+            except BaseException as error:  # Ctrl-C: no more waiting, but each counts what it leaves behind
+                interrupted, deadline = error, 0.0
+        if interrupted is not None:
+            raise interrupted
 
     def _start(self) -> Position:
         self._logs = self.all_processes or jax.process_index() == 0
-        last = None
+        self._position = Position()
         if self._logs:
             kinds = [type(sink).__name__ for sink in self.sinks]
             for i, (kind, sink) in enumerate(zip(kinds, self.sinks, strict=True)):
                 name = kind if kinds.count(kind) == 1 else f"{kind} {kinds[: i + 1].count(kind)}"
                 self._workers.append(Worker(name, sink))
             atexit.register(self.close)  # of a run that ends without it
-            last = self._last_row()
-        self._position = Position.after(last)
+            self._position = self._last_position()
         if self._rewound is not None:
             self._position.rewind(self._rewound)
         return self._position
 
-    def _last_row(self) -> Row | None:
+    def _last_position(self) -> Position:
         deadline = time.monotonic() + self.timeout
-        rows = []
         for worker in self._workers:
             worker.wait_for_start(deadline)
-            if worker.last_row is not None:
-                rows.append(worker.last_row)
-        return max(rows, key=lambda row: row.get("update", row["step"]), default=None)
+        found = [Position.after(worker.last_row) for worker in self._workers]
+        return max((x for x in found if x.again), key=lambda x: x.update, default=Position())
 
     def _write_pending(self) -> None:
         pending, self._pending = self._pending, None

@@ -1,12 +1,22 @@
 """Where a run is in its log."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 Row = dict[str, Any]
 
 OWN = ("update", "step", "attempt")  # names that a row has of itself
+
+
+def as_count(x: Any) -> int | None:
+    """`x` as an int, if it is a whole number: logs of other writers hold anything."""
+    if isinstance(x, bool) or not isinstance(x, int | float | np.integer | np.floating):
+        return None
+    return int(x) if math.isfinite(x) and x == int(x) else None
 
 
 @dataclasses.dataclass
@@ -30,11 +40,11 @@ class Position:
     @classmethod
     def after(cls, row: Mapping[str, Any] | None) -> "Position":
         """Of a process that goes on with a log whose last row this is; None for an empty one."""
-        if row is None:
+        step = as_count(row.get("step")) if isinstance(row, Mapping) else None
+        if row is None or step is None:
             return cls()
-        return cls(
-            int(row.get("update", row["step"])), int(row["step"]), int(row.get("attempt", 0)), again=True
-        )
+        update, attempt = as_count(row.get("update")), as_count(row.get("attempt"))
+        return cls(step if update is None else update, step, attempt or 0, again=True)
 
     def rewind(self, step: int) -> None:
         if self.step is not None:

@@ -4,7 +4,10 @@ import abc
 import threading
 from typing import Any
 
-from zclip_jax.monitor._position import Position, Row
+import numpy as np
+
+from zclip_jax.monitor._position import OWN, Position, Row, as_count
+from zclip_jax.monitor._values import as_number
 
 
 class RowSink(abc.ABC):
@@ -30,15 +33,23 @@ class RowSink(abc.ABC):
 
     def log_scalar(self, event: str, value: Any, **kwargs: Any) -> None:
         """Adds a scalar to the row of `step=`, which is that of the last scalar where it is not given."""
+        name, number = (
+            event.lstrip("/"),
+            as_number(np.asarray(value).reshape(()) if np.size(value) == 1 else value),
+        )
+        if name in OWN:
+            raise ValueError(f"event must not be {event!r}: each row has its own {', '.join(OWN)}")
+        if number is None or isinstance(number, np.ndarray):
+            raise ValueError(f"value must be a real number, got {value!r} for {event!r}")
         with self._lock:
             if self._position is None:
                 self._position = Position.after(self.last_row())
             step = kwargs.get("step")
-            step = self._gathered.get("step", 0) if step is None else int(step)
+            step = self._gathered.get("step", 0) if step is None else _whole(step)
             if step != self._gathered.get("step"):
                 self._write_gathered()
                 self._gathered = self._place(self._position, step)
-            self._gathered[event.lstrip("/")] = value.item() if hasattr(value, "item") else value
+            self._gathered[name] = number
 
     def flush(self) -> None:
         """Writes what was gathered."""
@@ -60,3 +71,12 @@ class RowSink(abc.ABC):
         row, self._gathered = self._gathered, {}
         if row:
             self.log_row(row)
+
+
+def _whole(step: Any) -> int:
+    if isinstance(step, str) and step.isdecimal():
+        step = int(step)
+    number = as_count(step.item() if hasattr(step, "item") else step)
+    if number is None:
+        raise ValueError(f"step must be a whole number, got {step!r}")
+    return number

@@ -9,6 +9,11 @@ import numpy as np
 Number = bool | int | float
 
 
+def keep(value: Any) -> Any:
+    """`value` as it is now: what is on the host may be written into before the row is."""
+    return np.array(value) if isinstance(value, np.ndarray) else value
+
+
 def fetch(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Waits for values, which is to be done on the thread that trains.
 
@@ -27,9 +32,13 @@ def fetch(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
         there = jax.device_get(list(values.values()))
     host = {}
     for name, value in zip(values, there, strict=True):
-        number = _number(value)
+        number = as_number(value)
         if number is None:
-            unread[name] = f"it is no number and no array of numbers, but {type(value).__name__}"
+            unread[name] = (
+                "it is traced: call log outside of the function that is jitted"
+                if isinstance(value, jax.core.Tracer)
+                else f"it is no number and no array of numbers, but {type(value).__name__}"
+            )
         else:
             host[name] = number
     return host, unread
@@ -47,12 +56,16 @@ def _unreadable(value: Any) -> str | None:
     return None
 
 
-def _number(value: Any) -> Number | np.ndarray | None:
+def as_number(value: Any) -> Number | np.ndarray | None:
+    """A Python number, or an array of more; None if `value` is neither."""
     if type(value) in (bool, int, float):
         return value
     if isinstance(value, np.ndarray | np.generic):
         real = value.dtype.kind in "biuf" or jax.dtypes.issubdtype(value.dtype, np.number)
         if not real or value.dtype.kind == "c":
             return None
-        return value.item() if value.ndim == 0 else np.asarray(value)
+        if value.ndim:
+            return np.asarray(value)
+        number = value.item()
+        return number if isinstance(number, bool | int) else float(number)  # a longdouble stays one
     return None

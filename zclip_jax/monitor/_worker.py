@@ -80,8 +80,9 @@ class Worker:
         wait = self._ask("close")
 
         def waited(deadline: float) -> None:
-            wait(deadline)
-            if self._late:
+            try:
+                wait(deadline)
+            finally:
                 self.lost += self._given - self._done
             if self.lost:
                 logger.warning("%s lost %d rows", self.name, self.lost)
