@@ -12,12 +12,15 @@ PYTEST := -m pytest -n 2 --dist worksteal
 # The tests that need no extra but `test`.
 CORE := $(filter-out tests/test_checkpoint.py tests/test_experiments.py tests/test_llama% tests/test_monitor% tests/test_optax% tests/test_readers% tests/test_replay_% tests/test_faults_re% tests/test_faults_flax.py tests/test_transplant_flax.py tests/test_state_arguments.py tests/test_state_roundtrips.py,$(wildcard tests/test_*.py))
 
-.PHONY: train test check lint types docs format test-oldest integration clean
+.PHONY: train demo-spike test check lint types docs format test-oldest integration clean
 
 # Bad batches are what clipping is for, so the demonstration has two: docs/evidence.md.
 train: ARGS = --run-dir runs/noise --spike-steps 150 250
 train: $(VENV)/.examples  ## train a small LLaMA with zclip, two batches of noise on the way
 	$(BIN)/python examples/llama/train.py $(ARGS)
+
+demo-spike: $(VENV)/.examples  ## plant a corrupt row and a bad tensor, and see both named
+	$(BIN)/python examples/llama/demo_spike.py $(ARGS)
 
 test: $(VENV)/.dev  ## every test
 	$(BIN)/python $(PYTEST) $(ARGS)

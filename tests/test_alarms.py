@@ -212,13 +212,14 @@ def test_findings_are_logged_and_given_to_the_callback(caplog):
 
 def test_an_alarm_that_fails_stops_nothing(caplog):
     broken = Alarm("broken", ("loss",), 1, lambda rows: rows["lost"], lambda rows: "")
-    rows = []
-    with Monitor(alarms=[broken], on_row=rows.append) as monitor:
+    rows, found = [], []
+    with Monitor(alarms=[broken, *ALARMS], on_row=rows.append, on_alarm=found.append) as monitor:
         for step in range(1, 4):
-            monitor.log(step, {"train/loss": 3.0})
+            monitor.log(step, {"loss": 3.0, "alarm": True})
     assert len(rows) == 3
-    assert monitor.lost == {"alarms": 3}
-    assert "alarms failed at update 1" in caplog.text
+    assert [finding["alarm"] for finding in found] == ["skips"]
+    assert caplog.messages[0] == "the alarm 'broken' failed, and is off from now on"
+    assert len(caplog.messages) == 2
 
 
 # Over a recorded log

@@ -29,6 +29,10 @@ ALLOWED = {
         {"jax", "optax"},
     ),
     "_history": ({"_typing", "_numerics"}, {"jax"}),
+    "_watch_state": (
+        {"_typing", "_numerics", "_rule", "_groups", "_flax", "_history"},
+        {"jax", "numpy"},
+    ),
     "_watch": (
         {
             "_typing",
@@ -37,27 +41,27 @@ ALLOWED = {
             "_rule",
             "_norm",
             "_groups",
-            "_flax",
             "_state",
             "_history",
+            "_watch_state",
             "rules",
         },
         {"jax", "numpy", "optax"},
     ),
-    "_spikes": ({"_typing", "_groups", "_metrics", "_watch"}, {"jax", "numpy"}),
-    "_units": ({"_state", "rules"}, {"jax", "numpy"}),
+    "_spikes": ({"_typing", "_groups", "_metrics", "_watch_state"}, {"jax", "numpy"}),
+    "_units": ({"_state", "_watch_state", "rules"}, {"jax", "numpy"}),
     "_transplant": ({"_typing", "_units"}, {"jax", "numpy"}),
     "_presets": ({"_checks", "_norm", "_groups", "_clip", "rules"}, {"optax"}),
-    "_metrics": ({"_rule", "_state", "_skip", "_watch"}, {"jax"}),
+    "_metrics": ({"_rule", "_state", "_skip", "_watch_state"}, {"jax"}),
     "_alarms": (set(), {"numpy"}),
     "_spike_score": (set(), {"numpy"}),
     # Packages of the extras come through `_extras`.
-    "monitor": ({"_alarms", "_extras", "monitor"}, {"jax", "numpy"}),
+    "monitor": ({"_typing", "_norm", "_alarms", "_spikes", "_extras", "replay", "monitor"}, {"jax", "numpy"}),
     "replay": (
         {"_typing", "_numerics", "_checks", "_rule", "_alarms", "_spike_score", "_extras", "rules", "replay"},
         {"jax", "numpy"},
     ),
-    "cli": ({"replay"}, {"jax", "numpy"}),
+    "cli": ({"replay", "monitor"}, {"jax", "numpy"}),
     "__init__": (
         {
             "_rule",
@@ -71,6 +75,7 @@ ALLOWED = {
             "_state",
             "_transplant",
             "_watch",
+            "_watch_state",
             "rules",
         },
         set(),

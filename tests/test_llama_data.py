@@ -41,8 +41,8 @@ def iterate(corpus: "data.Corpus", batch_size: int = BATCH, seed: int = 0, **sha
     return data.train_iterator(corpus, batch_size=batch_size, seed=seed, **shard)
 
 
-def take(iterator: Iterator[np.ndarray], count: int) -> np.ndarray:
-    return np.stack([next(iterator) for _ in range(count)])
+def take(iterator: Iterator["data.Batch"], count: int) -> np.ndarray:
+    return np.stack([next(iterator).tokens for _ in range(count)])
 
 
 def documents(tokens: np.ndarray) -> list[bytes]:
@@ -237,9 +237,34 @@ def test_missing_dependency_names_the_extra(tmp_path, monkeypatch, module, file,
 
 
 def test_batches(corpus):
-    batch = next(iterate(corpus))
+    batch = next(iterate(corpus)).tokens
     assert batch.shape == (BATCH, CONTEXT + 1)
     assert batch.dtype == np.int32
+
+
+@pytest.mark.parametrize("process_count", [1, 2])
+def test_batches_name_their_rows(corpus, process_count):
+    """In each process those of the whole batch, and which batch it is, also in the second epoch and when resumed."""
+    size = BATCH // process_count
+    for i in range(process_count):
+        batches = iterate(corpus, process_index=i, process_count=process_count)
+        for index in range(60):
+            batch = next(batches)
+            assert batch.data_index == index
+            assert len(batch.row_ids) == BATCH
+            assert np.array_equal(batch.tokens, corpus.train[batch.row_ids[i * size : (i + 1) * size]])
+            if index == 30:
+                state = batches.get_state()
+        again = iterate(corpus, process_index=i, process_count=process_count)
+        again.set_state(state)
+        assert next(again).data_index == 31
+
+
+def test_decoding(tmp_path):
+    (tmp_path / "a.txt").write_text(text(0, 300) + " \u00e9")
+    for vocab_size in (None, 270):
+        loaded = load(tmp_path, data=str(tmp_path / "a.txt"), vocab_size=vocab_size)
+        assert loaded.decode(in_order(loaded)).startswith(text(0, 20))
 
 
 def test_every_epoch_visits_every_window_once_in_its_own_order(corpus):

@@ -17,7 +17,7 @@ from tests import test_llama_train as llama
 
 text = llama.text  # a fixture
 
-FLAGS = {"steps": 30, "spike_steps": [12, 24], "eval_every": 15, "save_every": 15}
+FLAGS = {"steps": 30, "spike_steps": [12, 24], "bad_row_steps": [28], "eval_every": 15, "save_every": 15}
 NEVER = {"steps": 100_000, "save_every": 100_000, "eval_every": 100_000}
 FAST = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"  # to compile
 UNFINISHED = "ignore:Error reading persistent compilation cache"  # the others read what the first one writes
@@ -89,6 +89,18 @@ def assert_same(run_dir: Path, expected_dir: Path) -> None:
     for name in ("loss", "val_loss", "zclip/grad_norm", "zclip/clip_scale"):
         values = [[float(row[name]) for row in rows if name in row] for rows in (logged, expected)]
         np.testing.assert_allclose(*values, rtol=1e-4, err_msg=name)
+    found, known = ({r["step"]: r for r in llama.spikes(folder)} for folder in (run_dir, expected_dir))
+    assert list(found) == list(known)
+    for step, record in found.items():
+        for name in ("share", "rise"):
+            assert record[name]["group"] == known[step][name]["group"]
+        assert record["row_ids"] == known[step]["row_ids"]
+        assert (record["data_index"], len(record["row_ids"])) == (step - 1, llama.SMALL["batch_size"])
+        norms = [[row["norm"] for row in r["rows"]] for r in (record, known[step])]
+        np.testing.assert_allclose(*norms, rtol=1e-3)
+    bad = found[FLAGS["bad_row_steps"][0]]
+    position = llama.faults.bad_row(0, bad["step"], len(bad["row_ids"]))
+    assert (bad["rows"][0]["row_id"], bad["rows"][0]["position"]) == (bad["row_ids"][position], position)
 
 
 def run(start: Start, count: int, arguments: list[str], **options: Any) -> None:

@@ -59,7 +59,7 @@ def test_a_finished_run_without_its_log(
     finished.run_dir, finished.flags = tmp_path, FLAGS
     if rows is not None:
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in rows))
-    finished.summary("text", 5.0, 4.0)
+    finished.summary()
     assert capsys.readouterr().out == (
         f"nothing to sum up: {tmp_path / 'metrics.jsonl'} doesn't hold the last step\n"
     )

@@ -20,6 +20,7 @@ import yaml
 
 pytestmark = pytest.mark.slow
 
+faults = importlib.import_module("faults")
 flags = importlib.import_module("flags")
 report = importlib.import_module("report")
 train = importlib.import_module("train")
@@ -68,11 +69,28 @@ def args(text: Path, run_dir: Path, **flags: Any) -> list[str]:
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of the steps, without what depends on the clock."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    parsed = [json.loads(line, parse_constant=pytest.fail) for line in lines]
-    assert "config" in parsed[0]
-    return [{k: v for k, v in row.items() if k != TIMING} for row in parsed[1:]]
+    """Of each step the row of the last attempt, without what depends on the clock or on interruptions."""
+    first, *lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert "config" in json.loads(first)
+    parsed, torn = [], 0
+    for line in lines:
+        try:
+            parsed.append(json.loads(line, parse_constant=pytest.fail))
+        except ValueError:
+            torn += 1
+    numbers = [(row["attempt"], row["update"]) for row in parsed]
+    assert numbers == sorted(numbers)
+    assert len({update for _, update in numbers}) == len(parsed)
+    assert torn <= numbers[-1][0]  # by a process that was killed
+    last = {row["step"]: row for row in parsed}
+    dropped = {TIMING, "update", "attempt"}
+    return [{k: v for k, v in last[step].items() if k not in dropped} for step in sorted(last)]
+
+
+def spikes(run_dir: Path) -> list[dict[str, Any]]:
+    """Records of the gradients' spikes."""
+    records = map(json.loads, (run_dir / "spikes.jsonl").read_text().splitlines())
+    return [record for record in records if record["watch"] == "grads"]
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -110,7 +128,8 @@ class TestFinishedRun:
 
     def test_files(self, finished: Path) -> None:
         names = {path.name for path in finished.iterdir()}
-        assert names == {"checkpoints", "config.yaml", "metrics.jsonl", "plot.png", "tensorboard"}
+        expected = {"checkpoints", "config.yaml", "metrics.jsonl", "plot.png", "spikes.jsonl", "tensorboard"}
+        assert names - {"alarms.jsonl"} == expected
         assert (finished / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
         assert {path.name for path in (finished / "checkpoints").iterdir()} == {"50", "60"}
         assert list((finished / "tensorboard").iterdir())
@@ -130,6 +149,7 @@ class TestFinishedRun:
         val_loss, unigram_entropy = float(line.split()[1]), float(line.split()[-1])
         assert val_loss < unigram_entropy - 0.2
         assert f"step {NOISE[0]}: norm" in out
+        assert " recorded in spikes.jsonl; the largest:" in out
 
 
 def test_one_compilation(text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -277,7 +297,7 @@ def test_what_may_change_and_what_fresh_deletes(finished: Path, text: Path, tmp_
     assert (run_dir / "notes.txt").exists()
 
 
-@pytest.mark.parametrize("clip", ["fixed", "none"])
+@pytest.mark.parametrize("clip", ["levelclip", "fixed", "none"])
 def test_other_clipping(clip: str, text: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     flags = {"clip": clip, "max_grad_norm": 0.5, "spike_steps": NOISE}
@@ -288,7 +308,8 @@ def test_other_clipping(clip: str, text: Path, tmp_path: Path) -> None:
         over = [row["zclip/grad_norm"] > 0.5 for row in logged]
         assert [row["zclip/bound"] for row in logged] == over
     else:
-        assert not any(row["zclip/capped"] for row in logged)
+        capped = [row["zclip/capped"] for row in logged]
+        assert any(capped) == (clip == "levelclip")
 
 
 def test_accumulation_changes_rounding_only(finished: Path, text: Path, tmp_path: Path) -> None:
@@ -310,8 +331,9 @@ def test_steps_with_another_clipper(clipper: optax.GradientTransformation | None
     state = jax.eval_shape(init)
     after, scalars = jax.eval_shape(train_step, state, tokens)
     assert jax.tree.structure(after) == jax.tree.structure(state)
-    assert {name for name in scalars if not name.startswith("zclip/")} == {"loss", "lr"}
-    assert ("zclip/fired" in scalars) == (clipper is None)
+    assert {name for name in scalars if not name.startswith(("zclip/", "watch/"))} == {"loss", "lr"}
+    for name in ("zclip/fired", "watch/grads/fired", "watch/updates/ratio"):
+        assert (name in scalars) == (clipper is None)
     assert jax.eval_shape(eval_step, state, tokens).shape == ()
 
 
@@ -346,7 +368,7 @@ def wait_for_row(process: subprocess.Popen[str], run_dir: Path, step: int) -> No
     """Waits until the log has the row of `step`, or the process has ended."""
     path, deadline = run_dir / "metrics.jsonl", time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
-        if path.exists() and f'{{"step": {step},' in path.read_text():
+        if path.exists() and f'"step": {step}, "attempt"' in path.read_text():
             return
         time.sleep(0.005)
 
@@ -384,7 +406,11 @@ def test_killed_and_continued(
     assert rows(run_dir) == rows(finished)
 
 
-def test_a_row_cut_short_ends_the_log(tmp_path: Path) -> None:
+def test_the_last_attempt_at_a_step_counts(tmp_path: Path) -> None:
+    """Also where it got less far than the one before, and where a row is cut short."""
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"config": {}}\n{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
-    assert list(report.read_rows(path)) == [{"step": 1}, {"step": 2}]
+    tries = [[1, 2, 3, 4], [2, 3], [3]]
+    lines = [json.dumps({"step": step, "attempt": i}) for i, steps in enumerate(tries) for step in steps]
+    path.write_text('{"config": {}}\n' + '\n{"step": 5, "att\n'.join(lines) + '\n{"step": 4, "lo')
+    read = [(row["step"], row["attempt"]) for row in report.read_rows(path)]
+    assert read == [(1, 0), (2, 1), (3, 2)]

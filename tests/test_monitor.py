@@ -157,7 +157,7 @@ def test_any_order_of_kills_resumes_and_rewinds(tmp_path_factory, operations):
     assert updates == sorted(set(updates))
     kept = last_attempts(oracle.rows)
     same(read_board(board), as_board(kept))
-    if kept:
+    if len({row["step"] for row in oracle.rows}) > 1:  # a step that never changes is no step to the reader
         for log in (path, board):
             recording = read(log, column="grad_norm")
             assert recording.norms.tolist() == [row["grad_norm"] for row in kept]

@@ -149,6 +149,22 @@ def test_of_a_resumed_run_the_last_attempt_counts(read_text):
     )
 
 
+@pytest.mark.parametrize("first", [0, None])
+def test_the_last_step_alone_again_is_another_attempt(read_text, first):
+    """A log that tells of attempts from its first resume on only, too."""
+    places = [(1, first), (2, first), (3, first), (3, 1), (4, 1), (4, 2), (1, 3), (2, 3)]
+    rows = [
+        {"step": step, "attempt": attempt, "grad_norm": i + 1.0} for i, (step, attempt) in enumerate(places)
+    ]
+    rows = [{name: x for name, x in row.items() if x is not None} for row in rows]
+    for end, norms in ((5, [1, 2, 4, 5]), (6, [1, 2, 4, 6]), (8, [7, 8])):
+        recording = read_text(jsonl(rows[:end]))
+        assert recording.norms.tolist() == norms
+        assert recording.starts == (0,)
+    # Without attempts, a step may have several rows.
+    assert read_text(jsonl([{"step": s, "grad_norm": 1.0} for s in (1, 2, 3, 3, 4)])).norms.size == 5
+
+
 def test_rows_without_a_step_count_on(read_text):
     rows = [
         {"grad_norm": 1.0},

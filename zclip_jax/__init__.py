@@ -14,7 +14,8 @@ from zclip_jax._skip import SkipState, skip_by_rule
 from zclip_jax._spikes import SpikeRecord, spikes, step_record
 from zclip_jax._state import ClipState
 from zclip_jax._transplant import TransplantReport, transplant
-from zclip_jax._watch import WatchState, watch
+from zclip_jax._watch import watch
+from zclip_jax._watch_state import WatchState
 
 __version__ = "0.1.0"
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from zclip_jax._rule import Outcome
 from zclip_jax._skip import SkipState
 from zclip_jax._state import TOTALS, ClipState
-from zclip_jax._watch import LAST, MOMENT, WatchState
+from zclip_jax._watch_state import LAST, MOMENT, WatchState
 
 CLIP = {field.name for field in dataclasses.fields(ClipState)}
 SKIP = {field.name for field in dataclasses.fields(SkipState)}
@@ -40,8 +40,15 @@ def metrics(opt_state: Any) -> dict[str, jax.Array]:
       clip states the key holds the path, `"zclip/<path>/<name>"`. With a granularity other than `"global"` the
       values are arrays `[groups]` in the order of `group_names`.
 
+      Of `watch` under `"watch/grads/<name>"` or `"watch/updates/<name>"`, with several of a kind
+      `"watch/grads/<path>/<name>"`: of the last step `norm`, its `level`, what was `allowed`, `trigger`, `fired`,
+      `nonfinite` and `num_nonfinite_groups`; `share_group`, an index into `group_names`, with `share` and
+      `share_norm`; `rise_group`, furthest above its own history, with `rise` (a multiple of its level),
+      `rise_norm` and `rise_z`; on updates `ratio`, `ratio_rise`, `ratio_group` and `ratio_group_rise`; the totals
+      `num_steps`, `num_fired` and `num_nonfinite`; and the arrays `norms` and `nonfinite_groups`.
+
     Raises:
-      ValueError: there is no clip state in `opt_state`.
+      ValueError: there is no clip state and no watch in `opt_state`.
 
     Examples:
       >>> import jax.numpy as jnp, optax

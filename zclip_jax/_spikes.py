@@ -10,7 +10,7 @@ import numpy as np
 from zclip_jax._groups import Granularity, Stacked, group_names
 from zclip_jax._metrics import find_states, name_states
 from zclip_jax._typing import PyTree
-from zclip_jax._watch import LARGEST_SPIKE, LAST_NONFINITE, LAST_SPIKE, name_id
+from zclip_jax._watch_state import LARGEST_SPIKE, LAST_NONFINITE, LAST_SPIKE, name_id
 
 MOST_NAMES = 8
 
@@ -179,7 +179,7 @@ def _names_of(ids: np.ndarray, names: tuple[str, ...], what: str) -> tuple[str, 
     """The names with these checksums."""
     if ids.ndim != 1:
         raise ValueError(
-            f"opt_state must be that of one device or run, got a watch on {what} of shape {ids.shape[:-1]}"
+            f"opt_state must be that of one device and one run, got a watch on {what} of shape {ids.shape[:-1]}"
         )
     by_id: dict[int, list[str]] = {}
     for name in names:

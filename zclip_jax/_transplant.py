@@ -40,7 +40,7 @@ def transplant(old_opt_state: PyTree, new_opt_state: PyTree) -> tuple[PyTree, Tr
     The statistics of a rule go on where the new rule keeps the same, inside other rules too. Where its numbers
     have become schedules, these begin at the number of norms seen so far. Another rule begins afresh, and only the
     totals of its `ClipState` are carried. Statistics of groups go to as many groups, in the same order: a state
-    does not hold their names, and the report says so.
+    does not hold their names, and the report says so. Those of a `watch` go only to the same groups, by name.
 
     Arrays, dicts and tuples without a type of their own, as states of transformations, are carried by their
     shapes; not where these leave a choice.
@@ -142,7 +142,8 @@ def _report(old_units: list[Unit], new_units: list[Unit]) -> TransplantReport:
         if new.covered:
             continue
         if anew:
-            fresh.append(f"{new.name}: the old one has other statistics, only its totals are carried")
+            kept = "histories and totals" if new.group_ids else "totals"
+            fresh.append(f"{new.name}: the old one has other statistics, only its {kept} are carried")
         elif new.partner is not None:
             carried.append(", ".join([new.name, *_doubts(new)]))
         elif _schedule_in(new) is not None:
@@ -162,14 +163,19 @@ def _why(new: Unit, old_units: list[Unit]) -> str:
         return f"the old {where} has none{' left' if alike else ''}"
     if not new.typed and any(same(new, old) for old in left):
         return "not certain which of the old ones it is"
-    return "the old one holds other arrays"
+    return f"the old one holds other {'groups' if new.group_ids and new.is_clip else 'arrays'}"
 
 
 def _doubts(new: Unit) -> Iterator[str]:
     parts = [new, *(part for part in new.inside if part.covered)]
     if not all(part.typed for part in parts):
         yield "by its shape, since it has no type"
-    if groups := [n for part in parts if part.is_clip for n in jnp.shape(next(iter(part.own.values())))]:
+    if groups := [
+        n
+        for part in parts
+        if part.is_clip and not part.group_ids
+        for n in jnp.shape(next(iter(part.own.values())))
+    ]:
         yield f"provided that its {groups[0]} groups are those of the old chain"
     if any(path_name(key).startswith("hyperparams") for part in parts for key in part.own):
         yield "with the old hyperparameters"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zclip_jax._state import ClipState
+from zclip_jax._watch_state import WatchState
 from zclip_jax.rules._schedules import ScheduledState
 from zclip_jax.rules.combinators import LossAwareState
 
@@ -35,7 +36,7 @@ class Unit:
       typed: whether it has a type that says what its arrays mean, which an array, a dict or a tuple has not.
       own: its arrays by their path within it, without those of the units inside.
       within: in a rule, the types around it that may change what it keeps the statistics of.
-      around: the `ClipState` that it belongs to, or the plain tuple or dict that it is an item of.
+      around: the `ClipState` or `WatchState` that it belongs to, or the plain tuple or dict that it is an item of.
       inside: all units inside of it, outer ones first.
       partner: the unit of the other tree that it is matched with.
       covered: whether it is matched as a part of another unit.
@@ -55,7 +56,8 @@ class Unit:
         self.leaves, self.structure = jax.tree.flatten(self.node)
         # The keys of the dicts on the way: names in a chain, labels of a partition, hyperparameters.
         self.keys = [key.key for key in self.path if isinstance(key, jax.tree_util.DictKey)]
-        self.is_clip = isinstance(self.node, ClipState)
+        self.is_clip = isinstance(self.node, ClipState | WatchState)
+        self.group_ids = _group_ids(self.node)
         self.is_schedule = isinstance(self.node, ScheduledState)
         name = type(self.node).__name__
         self.kind = (*self.within, "array" if is_leaf(self.node) else name)
@@ -99,6 +101,8 @@ def match(old_units: list[Unit], new_units: list[Unit]) -> None:
     """Makes partners: first of units that agree with all inside of them, the larger first, then of the others."""
 
     def same_own(new, old):
+        if isinstance(new.node, WatchState) and new.group_ids != old.group_ids:
+            return False
         return new.own.keys() == old.own.keys() and all(_fits(x, old.own[key]) for key, x in new.own.items())
 
     def agree(new, old):
@@ -141,7 +145,8 @@ def _free(units: list[Unit]) -> bool:
 
 
 def same(new: Unit, old: Unit) -> bool:
-    return new.structure == old.structure and all(map(_fits, new.leaves, old.leaves))
+    alike = new.structure == old.structure and new.group_ids == old.group_ids
+    return alike and all(map(_fits, new.leaves, old.leaves))
 
 
 def _fits(new: Any, old: Any) -> bool:
@@ -150,6 +155,12 @@ def _fits(new: Any, old: Any) -> bool:
     number = {bool: jnp.bool_, int: jnp.integer, float: jnp.floating}.get(type(old))
     dtype = jnp.result_type(new)
     return dtype == jnp.result_type(old) if number is None else jnp.issubdtype(dtype, number)
+
+
+def _group_ids(node: Any) -> list[list[int]]:
+    """The checksums of the names of the groups, of each watch in `node`."""
+    watches = jax.tree.leaves(node, is_leaf=lambda x: isinstance(x, WatchState))
+    return [np.asarray(x.group_ids).tolist() for x in watches if isinstance(x, WatchState)]
 
 
 def is_leaf(x: Any) -> bool:

@@ -17,9 +17,9 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -72,6 +72,7 @@ class Corpus:
         unigram_entropy: loss on `val`, in nats per token, of a model that ignores the context.
         bytes_per_token: UTF-8 bytes per token, counting one byte for a separator; a loss divided
             by ``log(2) * bytes_per_token`` is in bits per byte.
+        decode: the text of tokens [any].
     """
 
     train: np.ndarray
@@ -80,6 +81,21 @@ class Corpus:
     name: str
     unigram_entropy: float
     bytes_per_token: float
+    decode: Callable[[np.ndarray], str]
+
+
+class Batch(NamedTuple):
+    """Some rows of a global batch.
+
+    Attributes:
+        data_index: which batch of the endless stream this is, from 0.
+        row_ids: [batch_size] of the whole batch: which windows of the corpus its rows are.
+        tokens: int32 [b, context + 1], the rows of this process.
+    """
+
+    data_index: int
+    row_ids: np.ndarray
+    tokens: np.ndarray
 
 
 def load_corpus(config: DataConfig, *, context: int, cache_dir: str | os.PathLike[str]) -> Corpus:
@@ -98,10 +114,14 @@ def load_corpus(config: DataConfig, *, context: int, cache_dir: str | os.PathLik
     if config.tokenizer is None and config.vocab_size is None:
         vocab_size = 256
         tokens = np.frombuffer(b"".join(text.encode() + b"\0" for text in documents), np.uint8)
+        decode = decode_bytes
     else:
         tokenizer = load_tokenizer(config, documents, Path(cache_dir, "tokenizer.json"))
         vocab_size = max(tokenizer.get_vocab().values()) + 1
         tokens = encode(tokenizer, documents, np.min_scalar_type(vocab_size - 1))
+
+        def decode(tokens: np.ndarray) -> str:
+            return tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
 
     count = len(tokens) // (context + 1)
     if count < 2:
@@ -118,7 +138,12 @@ def load_corpus(config: DataConfig, *, context: int, cache_dir: str | os.PathLik
         name=f"{source}: {len(documents)} documents, {size / 1e6:.1f} MB, {len(tokens)} tokens",
         unigram_entropy=unigram_entropy(train, val, vocab_size),
         bytes_per_token=size / len(tokens),
+        decode=decode,
     )
+
+
+def decode_bytes(tokens: np.ndarray) -> str:
+    return tokens.astype(np.uint8).tobytes().decode(errors="replace")
 
 
 def unigram_entropy(train: np.ndarray, val: np.ndarray, vocab_size: int) -> float:
@@ -133,7 +158,7 @@ def unigram_entropy(train: np.ndarray, val: np.ndarray, vocab_size: int) -> floa
 def train_iterator(
     corpus: Corpus, *, batch_size: int, seed: int, process_index: int = 0, process_count: int = 1
 ) -> grain.DatasetIterator:
-    """Endless iterator over int32 [batch_size // process_count, context + 1].
+    """Endless iterator over a `Batch` of int32 [batch_size // process_count, context + 1].
 
     `batch_size` is global: process p of P yields rows ``p * b : (p + 1) * b`` of every global
     batch, b = batch_size // P, so the batches put together are the same for any P. Each epoch
@@ -145,15 +170,16 @@ def train_iterator(
         raise ValueError(f"batch_size {batch_size} does not divide among {process_count} processes")
     if (count := len(corpus.train)) < batch_size:
         raise ValueError(f"{count} training windows do not fill one batch of {batch_size}")
+    size = batch_size // process_count
+    own = slice(process_index * size, (process_index + 1) * size)
     # `shuffle` adds the epoch to its seed: unhashed, seed 1 would start in seed 0's second epoch.
     return iter(
         grain.MapDataset.range(count)
         .seed(seed)
         .shuffle()
         .repeat()
-        .batch(batch_size // process_count, drop_remainder=True)  # rounding up can overflow
-        .slice(slice(process_index, None, process_count))
-        .map(lambda rows: corpus.train[rows].astype(np.int32))
+        .batch(batch_size, drop_remainder=True)  # rounding up can overflow
+        .map_with_index(lambda index, ids: Batch(index, ids, corpus.train[ids[own]].astype(np.int32)))
         .to_iter_dataset(grain.ReadOptions(num_threads=2, prefetch_buffer_size=8))
     )
 

@@ -1,8 +1,7 @@
-"""Around the training: signals in; progress, logs, a summary and a plot out.
+"""Around the training: signals in; progress, a log, records of spikes, a summary and a plot out.
 
 `metrics.jsonl` has one JSON object a line: first `{"config": {flag: value}}`, then one for each
-step, whose keys are the names of the TensorBoard scalars. JSON has no infinity and no NaN: they
-are the strings "inf", "-inf" and "nan", which `float` reads.
+step, and again for a step that is done again; `spikes.jsonl` has one for each spike.
 """
 
 import json
@@ -13,17 +12,26 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import matplotlib
-import tensorboardX
+import numpy as np
 import yaml  # pyrefly: ignore[untyped-import]
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from zclip_jax import SpikeRecord, step_record
+from zclip_jax.monitor import ALARMS, JsonLines, Monitor, RowReport, RowTracker, TensorBoard, row_report
+
+from data import Batch, Corpus
+
 Row = dict[str, Any]
+DECISION = ("grad_norm", "fired", "bound", "capped", "clip_scale", "threshold")
+WORST = 4  # rows of a batch that the record of a spike holds
+TEXT = 300  # characters of the worst one
 
 
 class StopRequest:
@@ -45,89 +53,145 @@ class StopRequest:
 
 
 class Report:
-    """Logs steps as they come; afterwards sums them up.
+    """Logs steps as they come, with a record of each spike; afterwards sums them up.
+
+    Every process has one and makes the same calls, since all take part in measuring the rows of a
+    spike. The first alone prints and writes.
 
     Args:
         run_dir: where everything goes but the checkpoints.
         flags: by name; they become `config.yaml`, and the first line of the log.
-        start: the step that training continues from; what was logged after it is dropped.
-        tokens_per_step: for the throughput.
+        start: the step that training continues from.
+        corpus: what is trained on.
+        groups: the names of the tensors that are watched.
+        loss_fn: of parameters and tokens, to measure the rows of a spike with.
     """
 
-    def __init__(self, run_dir: Path, flags: Row, start: int, tokens_per_step: int) -> None:
-        self.run_dir, self.flags, self.tokens_per_step = run_dir, flags, tokens_per_step
-        print(f"run       {run_dir}, " + (f"continued after step {start}" if start else "new"))
-        write_atomically(run_dir / "config.yaml", yaml.safe_dump(flags, sort_keys=False))
-        path = run_dir / "metrics.jsonl"
-        kept = [row for row in read_rows(path) if row["step"] <= start]
-        lines = [json.dumps(row, allow_nan=False) + "\n" for row in ({"config": flags}, *kept)]
-        write_atomically(path, "".join(lines))
-        self.file = path.open("a", encoding="utf-8")
-        self.board = tensorboardX.SummaryWriter(
-            str(run_dir / "tensorboard"), purge_step=start + 1, write_to_disk=True
+    def __init__(
+        self,
+        run_dir: Path,
+        flags: Row,
+        start: int,
+        corpus: Corpus,
+        groups: Sequence[str],
+        loss_fn: Callable[[Any, jax.Array], jax.Array],
+    ) -> None:
+        self.run_dir, self.flags, self.corpus, self.groups, self.loss_fn = (
+            run_dir,
+            flags,
+            corpus,
+            groups,
+            loss_fn,
         )
+        self.is_first = jax.process_index() == 0
+        sinks = []
+        if self.is_first:
+            print(f"run       {run_dir}, " + (f"continued after step {start}" if start else "new"))
+            write_atomically(run_dir / "config.yaml", yaml.safe_dump(flags, sort_keys=False))
+            sinks = [JsonLines(run_dir / "metrics.jsonl", config=flags), TensorBoard(run_dir / "tensorboard")]
+        self.spikes = JsonLines(run_dir / "spikes.jsonl")
+        alarms = ALARMS if self.is_first else ()
+        self.monitor = Monitor(sinks, alarms=alarms, on_row=self.on_row, all_processes=True)
+        self.monitor.rewind(start)
+        self.tracker, self.reports_left = RowTracker(), flags["row_reports"]
+        self.tokens_per_step = flags["batch_size"] * (corpus.train.shape[1] - 1)
+        self.ended: list[float] = []  # when the last two steps did
         self.bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=20),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),
-            disable=not sys.stdout.isatty(),
+            disable=not self.is_first or not sys.stdout.isatty(),
         )
         self.task = self.bar.add_task("compiling", total=flags["steps"], completed=start)
 
     def __enter__(self) -> "Report":
         self.bar.start()
-        self.time = time.perf_counter()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.monitor.close()
+        self.spikes.close()
         self.bar.stop()
-        self.board.close()
-        self.file.close()
 
-    def log(self, step: int, scalars: dict[str, jax.Array]) -> None:
-        """Waits for the scalars of a step and logs them."""
-        values = {name: value.item() for name, value in jax.device_get(scalars).items()}
-        now = time.perf_counter()
-        values["tokens_per_second"] = self.tokens_per_step / (now - self.time)
-        self.time = now
-        for name, value in values.items():
-            if math.isfinite(value):
-                self.board.add_scalar(name, value, step)
-        row = {"step": step} | {name: to_json(value) for name, value in values.items()}
-        self.file.write(json.dumps(row, allow_nan=False) + "\n")
-        self.file.flush()  # a killed run has its log up to the last checkpoint
+    def log(self, step: int, scalars: Row, batch: Batch, tokens: jax.Array, params: Any) -> None:
+        """Logs a step that was just started, and what the one before it gave, for which this waits.
 
+        `tokens` is the batch that it trains on, `params` what it leaves.
+        """
+        self.params, self.params_step = params, step
+        speed = {}
+        if len(self.ended) == 2:
+            speed["tokens_per_second"] = self.tokens_per_step / (self.ended[1] - self.ended[0])
+        update = self.monitor.log(step, scalars, **speed)  # calls on_row for the step before
+        self.tracker.add(update, batch.data_index, batch.row_ids)
+        self.tokens = tokens
+
+    def on_row(self, row: Row) -> None:
+        """Takes what a step gave, once it is there."""
+        self.ended = [*self.ended[-1:], time.perf_counter()]
+        found = [record for what in ("grads", "updates") if (record := step_record(row, self.groups, what))]
+        more = self.describe(row) if found else {}
+        if not self.is_first:
+            return
+        for record in found:
+            self.spikes.log_row(record | more)
         line = (
-            f"loss {values['loss']:.3f}  {values['tokens_per_second']:,.0f} tokens/s  "
-            f"norm {values['zclip/grad_norm']:.3g}  limit {limit(row, self.flags):.3g}  "
-            f"spikes {values['zclip/num_fired']}"
+            f"loss {row['loss']:.3f}  {row.get('tokens_per_second', math.nan):,.0f} tokens/s  "
+            f"norm {row['zclip/grad_norm']:.3g}  limit {limit(row, self.flags):.3g}  "
+            f"spikes {row['zclip/num_fired']}"
         )
+        step, every, steps = row["step"], self.flags["log_every"], self.flags["steps"]
         self.bar.update(self.task, completed=step, description=line)
-        every, steps = self.flags["log_every"], self.flags["steps"]
         if self.bar.disable and every and (step % every == 0 or step == steps):
             print(f"step {step:{len(str(steps))}}/{steps}  {line}", flush=True)
 
-    def summary(self, corpus: str, unigram_entropy: float, bytes_per_token: float) -> None:
+    def describe(self, row: Row) -> Row:
+        """Of a step that was a spike: its data, what clipping did, and its worst rows.
+
+        By now the parameters are those after a later step, and so are the rows' losses.
+        """
+        seen = self.tracker.find(row["update"])
+        assert seen is not None
+        rows, text = RowReport(), None
+        if self.reports_left:
+            self.reports_left -= 1
+            rows = row_report(self.loss_fn, self.params, self.tokens, row_ids=seen.row_ids)
+            sharding: Any = self.tokens.sharding
+            whole = jax.device_put(self.tokens, NamedSharding(sharding.mesh, PartitionSpec()))
+            text = self.corpus.decode(np.asarray(whole)[rows[0]["position"]])[:TEXT]
+        return {
+            "update": row["update"],
+            "attempt": row["attempt"],
+            "data_index": seen.data_index,
+            "row_ids": seen.row_ids,
+            "decision": {name: to_json(row[f"zclip/{name}"]) for name in DECISION},
+            "rows": rows[:WORST],
+            "rows_params_step": self.params_step,
+            "text": text,
+        }
+
+    def summary(self) -> None:
         """Prints what came of the run, and draws `plot.png`, if the log is there."""
-        rows = list(read_rows(self.run_dir / "metrics.jsonl"))
+        rows = read_rows(self.run_dir / "metrics.jsonl")
         if not rows or "val_loss" not in rows[-1]:
             print(
                 f"nothing to sum up: {self.run_dir / 'metrics.jsonl'} doesn't hold the last step", flush=True
             )
             return
-        val_loss = float(rows[-1]["val_loss"])
-        bits = val_loss / math.log(2) / bytes_per_token
-        plot(self.run_dir / "plot.png", rows, self.flags, unigram_entropy)
-        speed = statistics.median(row["tokens_per_second"] for row in rows)
-        print(f"corpus    {corpus}")
+        corpus, val_loss = self.corpus, float(rows[-1]["val_loss"])
+        bits = val_loss / math.log(2) / corpus.bytes_per_token
+        plot(self.run_dir / "plot.png", rows, self.flags, corpus.unigram_entropy)
+        speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+        print(f"corpus    {corpus.name}")
         print(
             f"held-out  {val_loss:.4f} nats/token ({bits:.3f} bits/byte); "
-            f"ignoring the context: {unigram_entropy:.4f}"
+            f"ignoring the context: {corpus.unigram_entropy:.4f}"
         )
-        print(f"speed     {speed:,.0f} tokens/s (median step)")
+        print(f"speed     {statistics.median(speeds or [math.nan]):,.0f} tokens/s (median step)")
         print(f"clipping  {describe_clipping(rows, self.flags)}")
+        print(f"spikes    {describe_spikes(read_rows(self.run_dir / 'spikes.jsonl'))}")
         print(f"plot      {self.run_dir / 'plot.png'}", flush=True)
 
 
@@ -139,7 +203,14 @@ def delete_run(run_dir: Path) -> None:
     """Deletes what a run keeps in its folder, and nothing else."""
     for name in ("checkpoints", "tensorboard"):
         shutil.rmtree(run_dir / name, ignore_errors=True)
-    for name in ("metrics.jsonl", "plot.png", "config.yaml", "tokenizer.json"):
+    for name in (
+        "metrics.jsonl",
+        "spikes.jsonl",
+        "alarms.jsonl",
+        "plot.png",
+        "config.yaml",
+        "tokenizer.json",
+    ):
         (run_dir / name).unlink(missing_ok=True)
 
 
@@ -153,18 +224,34 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of steps in a `metrics.jsonl`, up to a line that was cut short."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                return
-            if "step" in row:
-                yield row
+def read_rows(path: Path) -> list[Row]:
+    """The rows in the order of their steps, those of the last attempt at each; a line cut short is none."""
+    rows: list[Row] = []
+    for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if "step" not in row:
+            continue
+        if rows and row.get("attempt", 0) > rows[-1].get(
+            "attempt", 0
+        ):  # it takes back what came after its first step
+            rows = [kept for kept in rows if kept["step"] < row["step"]]
+        rows.append(row)
+    return rows
+
+
+def describe_spikes(records: list[Row]) -> str:
+    """Those of the gradients, and of the one that was highest above its level also the worst row."""
+    records = [record for record in records if record["watch"] == "grads"]
+    if not records:
+        return "none recorded"
+    worst = max(records, key=lambda record: float(record["times_level"] or 0.0))
+    lines = [f"{len(records)} recorded in spikes.jsonl; the largest:", str(SpikeRecord(worst))]
+    if worst["rows"]:
+        lines += [*str(RowReport(worst["rows"][:1])).splitlines(), f"reads {worst['text']!r}"]
+    return "\n          ".join(lines)
 
 
 def to_json(value: float) -> float | str:
@@ -177,7 +264,7 @@ def limit(row: Row, flags: Row) -> float:
 
 
 def cap(flags: Row) -> float:
-    limit = flags["max_grad_norm"] if flags["clip"] == "zclip" else None
+    limit = flags["max_grad_norm"] if flags["clip"] in ("zclip", "levelclip") else None
     return math.inf if limit is None else limit
 
 

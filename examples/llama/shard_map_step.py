@@ -109,7 +109,7 @@ def main(steps: int = 40, noise_at: int = 30) -> None:
     params, opt_state = init(0)
     print(f"{corpus.name}\n{dict(mesh.shape)}\nstep  loss   norm  scale  spikes")
     for number in range(1, steps + 1):
-        rows = next(batches)
+        rows = next(batches).tokens
         if number == noise_at:
             rows = np.random.default_rng(0).integers(llama.vocab_size, size=rows.shape, dtype=np.int32)
         tokens = jax.device_put(rows, NamedSharding(mesh, P(AXES)))

@@ -3,6 +3,7 @@ r"""Pre-trains a LLaMA with ZClip: config, optimizer, jitted step, checkpoints, 
     python examples/llama/train.py                                     # minutes on a CPU
     python examples/llama/train.py --run-dir runs/noise --spike-steps 150 250
     python examples/llama/train.py --run-dir runs/fixed --spike-steps 150 250 --clip fixed
+    python examples/llama/train.py --run-dir runs/row --bad-row-steps 150
     python examples/llama/train.py --preset llama-130m --data 'text/*.jsonl' --vocab-size 32000 \
         --batch-size 256 --accumulate 4 --steps 20000 --warmup 500 --mesh data=2,fsdp=4
 
@@ -13,8 +14,9 @@ MPI, Cloud TPU and Kubernetes tell them of each other; else the processes must, 
     python examples/llama/train.py --coordinator host0:1234 --num-processes 2 --process-id 1
 
 Everything is kept in the run folder: `config.yaml` (give it to --config), `metrics.jsonl`,
-`tensorboard/`, `checkpoints/` and, at the end, `plot.png`. The same command continues a run that
-was stopped, killed or preempted: its later steps are the same bit for bit.
+`tensorboard/`, `spikes.jsonl`, `alarms.jsonl`, `checkpoints/` and, at the end, `plot.png`. The same
+command continues a run that was stopped, killed or preempted: its later steps are the same bit for
+bit. Its log is appended to; of each step the last attempt counts.
 """
 
 import contextlib
@@ -28,16 +30,16 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zclip_jax import clip_by_rule, metrics, rules, zclip
+from zclip_jax import clip_by_rule, group_names, levelclip, metrics, rules, watch, zclip
 
 import hosts
 from data import Corpus, DataConfig, load_corpus, train_iterator, val_batches
+from faults import FaultOptions, find_tensor, is_stacked, spoil_gradients, spoil_rows
 from flags import check_same_run, parse_flags, parse_known, to_flags
 from hosts import AXES, HostOptions, make_mesh
 from model import PRESETS, Llama, LlamaConfig, loss_fn, num_params, shard
@@ -65,9 +67,10 @@ class ModelOptions:
 class ClipOptions:
     """Gradient clipping."""
 
-    # Adaptive, at a fixed norm, or none: then zclip only watches.
-    clip: Literal["zclip", "fixed", "none"] = "zclip"
-    max_grad_norm: float | None = 1.0  # Norm of fixed; for zclip a cap on top, which None removes.
+    # Adaptive, one way or another; at a fixed norm; or none: then zclip only watches.
+    clip: Literal["zclip", "levelclip", "fixed", "none"] = "zclip"
+    max_grad_norm: float | None = 1.0  # Norm of fixed; for the others a cap on top, which None removes.
+    # All below are zclip's; of them levelclip takes patience.
     z_thresh: float = 2.5  # Z-score above which a step is a spike.
     alpha: float = 0.97  # Decay of the norm's mean and variance.
     clip_warmup: int = 25  # Norms to collect before a step can be a spike.
@@ -94,25 +97,25 @@ class Config:
     warmup: int = 40  # Steps over which the learning rate rises.
     weight_decay: float = 0.01  # Weight decay of AdamW.
     seed: int = 0  # Of the initial parameters and the order of the data.
-    # Steps whose batch is replaced by random tokens, to see clipping at work.
-    spike_steps: tuple[int, ...] = ()
     mesh: str = ""  # Devices by axis, as in data=2,fsdp=2,tensor=2; all on fsdp unless given.
     eval_every: int = 100  # Steps between measurements of the held-out loss.
     eval_batches: int = 16  # Batches each of them reads at most.
     save_every: int = 100  # Steps between checkpoints.
     keep: int = 2  # Checkpoints to keep.
     log_every: int = 20  # Steps between lines where output is no terminal; 0 for none.
+    row_reports: int = 10  # Spikes of which the rows are measured, each time that training starts.
 
     model: ModelOptions = ModelOptions()
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     clip: ClipOptions = ClipOptions()
+    faults: FaultOptions = dataclasses.field(default_factory=FaultOptions)
     hosts: HostOptions = dataclasses.field(default_factory=HostOptions)
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(
             ("steps", "batch_size", "accumulate", "keep", "eval_every", "eval_batches", "save_every"), 1
         )
-        for name, low in (least | {"warmup": 0}).items():
+        for name, low in (least | {"warmup": 0, "row_reports": 0}).items():
             if getattr(self, name) < low:
                 raise ValueError(f"{name} must be at least {low}, got {getattr(self, name)}")
         if not 0 < self.lr < math.inf:
@@ -121,7 +124,7 @@ class Config:
 
 # What may differ when a run is continued. Devices and passes change no more than rounding.
 FREE = {"run_dir", "mesh", "accumulate", "remat", "eval_every", "eval_batches"}
-FREE |= {"save_every", "keep", "log_every"}
+FREE |= {"save_every", "keep", "log_every", "row_reports"}
 
 
 def model_config(options: ModelOptions, vocab_size: int) -> LlamaConfig:
@@ -136,6 +139,8 @@ def make_clipper(options: ClipOptions) -> optax.GradientTransformationExtraArgs:
         if options.max_grad_norm is None:
             raise ValueError("clip=fixed needs max_grad_norm")
         return clip_by_rule(rules.fixed(options.max_grad_norm))
+    if options.clip == "levelclip":
+        return levelclip(max_grad_norm=options.max_grad_norm, patience=options.patience)
     return zclip(
         alpha=options.alpha,
         z_thresh=options.z_thresh,
@@ -152,7 +157,7 @@ def make_clipper(options: ClipOptions) -> optax.GradientTransformationExtraArgs:
 
 
 State = dict[str, nnx.State]
-Scalars = dict[str, Any]  # of arrays without axes
+Scalars = dict[str, Any]  # by name; some, with one number for each group, are no scalars
 
 
 def make_optimizer(
@@ -165,9 +170,14 @@ def make_optimizer(
         decay_steps=max(config.steps, config.warmup + 1),
         end_value=config.lr / 10,
     )
+    adamw = optax.adamw(schedule, b1=0.9, b2=0.999, eps=1e-7, weight_decay=config.weight_decay)
+    if clipper is not None:
+        return optax.chain(clipper, adamw), schedule
     tx = optax.chain(
-        make_clipper(config.clip) if clipper is None else clipper,
-        optax.adamw(schedule, b1=0.9, b2=0.999, eps=1e-7, weight_decay=config.weight_decay),
+        watch("grads", stacked=is_stacked),
+        make_clipper(config.clip),
+        adamw,
+        watch("updates", stacked=is_stacked),
     )
     return tx, schedule
 
@@ -182,7 +192,7 @@ def step_functions(
 ) -> tuple[Init, TrainStep, EvalStep]:
     """What a program computes, not jitted: the state to start with, and a step from state and tokens.
 
-    They need a current mesh. `clipper` is instead of the config's; it may have no metrics.
+    They need a current mesh. `clipper` is instead of the config's and unwatched; it may have no metrics.
     """
     tx, schedule = make_optimizer(config, clipper)
 
@@ -227,8 +237,9 @@ def step_functions(
         model = nnx.merge(model_def, state["model"])
         optimizer = nnx.merge(optimizer_def, state["optimizer"])
         loss, grads = accumulated(state["model"], tokens)
+        step = optimizer.step[...].astype(jnp.int32) + 1
+        grads = spoil_gradients(config.faults, grads, step)
         optimizer.update(model, grads, value=loss)
-        step = optimizer.step[...].astype(jnp.int32)
         scalars = clip_metrics(optimizer) | {"loss": loss, "lr": schedule(step - 1)}
         return to_state(model, optimizer), scalars
 
@@ -258,11 +269,6 @@ def restore(checkpoints: ocp.CheckpointManager, step: int, **items: Any) -> Any:
         raise ValueError(f"cannot read {folder}: {first_line(error)}") from error
 
 
-def noise(shape: tuple[int, ...], vocab_size: int, seed: int, step: int) -> np.ndarray:
-    """A batch that no text is like, the same each time that a step is run."""
-    return np.random.default_rng([seed, step]).integers(vocab_size, size=shape, dtype=np.int32)
-
-
 @dataclasses.dataclass
 class Run:
     """A run about to start or to continue after `step` updates."""
@@ -273,7 +279,7 @@ class Run:
     state: State
     train_step: TrainStep
     eval_step: EvalStep
-    batches: Any  # of the rows that this process holds, int32 [b, T + 1]; never ends
+    batches: Any  # of `Batch`, with the rows that this process holds; never ends
     part: int  # which rows of a global batch these are: part * b : (part + 1) * b
     held_out: list[jax.Array]  # int32 [b, T + 1] each
     checkpoints: ocp.CheckpointManager
@@ -316,6 +322,7 @@ def prepare(config: Config, stack: contextlib.ExitStack) -> Run:
             check_same_run(saved["config"], identity, FREE, config.run_dir)
         with jax.set_mesh(mesh):
             state, train_step, eval_step = make_program(config, model_config(config.model, corpus.vocab_size))
+        find_tensor(config.faults, state["model"])  # complains of a name that is none
         if step:
             # The state goes to the devices of the one that it replaces, whatever mesh saved it.
             like = ocp.args.StandardRestore(state)
@@ -349,40 +356,31 @@ def save(run: Run, step: int, state: State) -> None:
     )
 
 
-def train(config: Config, run: Run, report: Report | None) -> int | None:
+def train(config: Config, run: Run, report: Report) -> int | None:
     """Trains to the end, or to the step after which a signal asks to stop; returns the signal."""
     state, step = run.state, run.step
     run.state = {}  # the first step consumes its buffers
-    pending: tuple[int, Scalars] | None = None
     split = NamedSharding(run.mesh, PartitionSpec(AXES[:2]))
     vote, stopped_by = hosts.Vote(run.mesh), 0
-
-    def log_pending() -> None:
-        if report and pending:
-            report.log(*pending)
-
+    sizes = {"batch_size": config.batch_size, "vocab_size": run.corpus.vocab_size, "seed": config.seed}
     with jax.set_mesh(run.mesh), StopRequest() as stop:
         while step < config.steps:
             step += 1  # counts from 1: a checkpoint of step n holds n updates
-            rows = next(run.batches)
-            if step in config.spike_steps:
-                shape, start = (config.batch_size, rows.shape[1]), run.part * len(rows)
-                batch = noise(shape, run.corpus.vocab_size, config.seed, step)
-                rows = batch[start : start + len(rows)]
+            batch = next(run.batches)
+            first = run.part * len(batch.tokens)
+            rows = spoil_rows(config.faults, batch.tokens, step, first=first, **sizes)
             tokens = jax.make_array_from_process_local_data(split, rows)
             state, scalars = run.train_step(state, tokens)
             if step % config.eval_every == 0 or step == config.steps:
                 losses = [run.eval_step(state, rows) for rows in run.held_out]
                 scalars["val_loss"] = jnp.mean(jnp.stack(losses))
             # Reading scalars waits for them, so it is the previous step's, while this one runs.
-            log_pending()
-            pending = step, scalars
+            report.log(step, scalars, batch, tokens, state["model"])
             stopped_by = vote(stop.signal or 0)
             last = step == config.steps or stopped_by
             if last or step % config.save_every == 0:
                 # Ahead of the checkpoint, so that a run continued from that has all rows before it.
-                log_pending()
-                pending = None
+                report.monitor.flush()
                 save(run, step, state)
             if last:
                 break
@@ -407,25 +405,26 @@ def main(argv: list[str] | None = None) -> int:
             return 2
         except hosts.ElsewhereError:
             return 2
-        if jax.process_index() > 0:
-            stopped_by = train(config, run, None)
-            return 128 + stopped_by if stopped_by else 0
+        corpus, run_dir, is_first = run.corpus, Path(config.run_dir), jax.process_index() == 0
+        if is_first:
+            mesh = ", ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
+            if jax.process_count() > 1:
+                mesh += f" in {jax.process_count()} processes"
+            print(f"corpus    {corpus.name}")
+            print(f"model     {num_params(run.state['model']) / 1e6:.2f}M parameters on {mesh}")
+        groups = group_names(run.state["model"], stacked=is_stacked)
 
-        corpus, run_dir = run.corpus, Path(config.run_dir)
-        mesh = ", ".join(f"{axis}={size}" for axis, size in run.mesh.shape.items())
-        if jax.process_count() > 1:
-            mesh += f" in {jax.process_count()} processes"
-        print(f"corpus    {corpus.name}")
-        print(f"model     {num_params(run.state['model']) / 1e6:.2f}M parameters on {mesh}")
-        tokens_per_step = config.batch_size * (corpus.train.shape[1] - 1)
-        with Report(run_dir, to_flags(config), run.step, tokens_per_step) as report:
+        def rows_loss(params: nnx.State, tokens: jax.Array) -> jax.Array:
+            return run.eval_step({"model": params}, tokens)
+
+        with Report(run_dir, to_flags(config), run.step, corpus, groups, rows_loss) as report:
             stopped_by = train(config, run, report)
-        if stopped_by:
+        if stopped_by and is_first:
             command = shlex.join(["python", sys.argv[0], "--config", str(run_dir / "config.yaml")])
             print(f"stopped; to continue: {command}")
-            return 128 + stopped_by
-        report.summary(corpus.name, corpus.unigram_entropy, corpus.bytes_per_token)
-        return 0
+        elif is_first:
+            report.summary()
+        return 128 + stopped_by if stopped_by else 0
 
 
 if __name__ == "__main__":

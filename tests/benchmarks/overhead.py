@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import optax
 
 import zclip_jax
-from zclip_jax import clip_by_rule, rules
+from zclip_jax import clip_by_rule, rules, watch
 
 BASELINE = "optax.clip_by_global_norm"
 CHAINS = {
@@ -29,6 +29,11 @@ CHAINS = {
     "zclip": lambda: optax.chain(zclip_jax.zclip(), optax.adamw(3e-4)),
     "clip_by_rule(fixed)": lambda: optax.chain(
         zclip_jax.clip_by_rule(zclip_jax.rules.fixed(1.0)), optax.adamw(3e-4)
+    ),
+    "watch": lambda: optax.chain(watch("grads"), optax.adamw(3e-4)),
+    "watch, zclip": lambda: optax.chain(watch("grads"), zclip_jax.zclip(), optax.adamw(3e-4)),
+    "watch, zclip, watch updates": lambda: optax.chain(
+        watch("grads"), zclip_jax.zclip(), optax.adamw(3e-4), watch("updates")
     ),
 }
 
@@ -54,6 +59,7 @@ MANY_LEAVES = {
     BASELINE: lambda: optax.clip_by_global_norm(1.0),
     "zclip": zclip_jax.zclip,
     "zclip, granularity='leaf'": lambda: zclip_jax.zclip(granularity="leaf"),
+    "watch, zclip": lambda: optax.chain(watch("grads"), zclip_jax.zclip()),
 }
 
 

@@ -1,12 +1,15 @@
 """Alarms over the rows of a run that is under way."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from zclip_jax._alarms import Alarm
+from zclip_jax._alarms import Alarm, Columns
 from zclip_jax.monitor._position import OWN, Row
+
+logger = logging.getLogger("zclip_jax.monitor")
 
 
 class Bell:
@@ -47,15 +50,21 @@ class Bell:
                 last = self.raised.get((source, alarm.name))
                 if last is not None and row["update"] < last + self.cooldown:
                     continue
-                columns = recent.columns(alarm.window)
-                if alarm.holds(columns)[-1]:
+                message = self._message(alarm, recent.columns(alarm.window))
+                if message is not None:
                     self.raised[source, alarm.name] = row["update"]
                     whose = f"{source}: " if source and len(sources) > 1 else ""
-                    found.append(
-                        {name: row[name] for name in OWN}
-                        | {"alarm": alarm.name, "message": whose + alarm.say(columns)}
-                    )
+                    place = {name: row[name] for name in OWN}
+                    found.append(place | {"alarm": alarm.name, "message": whose + message})
         return found
+
+    def _message(self, alarm: Alarm, columns: Columns) -> str | None:
+        try:
+            return alarm.say(columns) if alarm.holds(columns)[-1] else None
+        except Exception:
+            self.alarms = [other for other in self.alarms if other is not alarm]
+            logger.exception("the alarm %r failed, and is off from now on", alarm.name)
+            return None
 
     def _sources(self, row: Row) -> dict[str, dict[str, float]]:
         sources: dict[str, dict[str, float]] = {}

@@ -43,6 +43,10 @@ class EventFile:
             self._file.seek(size)
             raise
 
+    @property
+    def deleted(self) -> bool:
+        return os.fstat(self._file.fileno()).st_nlink == 0
+
     def close(self) -> None:
         self._file.close()
 

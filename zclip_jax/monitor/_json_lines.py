@@ -80,6 +80,8 @@ class _Lines:
 
     def append(self, line: str) -> None:
         lines = [line]
+        if self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0:  # somebody deleted it
+            self.close()
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a+b", buffering=0)

@@ -210,23 +210,21 @@ class Monitor:
         numbers = {name: value for name, value in row.items() if not isinstance(value, np.ndarray)}
         for worker in self._workers:
             worker.log_row(numbers)
-        for finding in self._call("alarms", self._bell.add, row) or ():
+        for finding in self._bell.add(row):
             logger.warning("step %d: %s", finding["step"], finding["message"])
             for worker in self._workers:
                 worker.log_alarm(finding)
             self._call("on_alarm", self.on_alarm, finding)
         self._call("on_row", self.on_row, row)
 
-    def _call(self, name: str, function: Callable[[Row], Any] | None, row: Row) -> Any:
-        if function is None:
-            return None
+    def _call(self, name: str, function: Callable[[Row], Any] | None, row: Row) -> None:
         try:
-            return function(row)
+            if function is not None:
+                function(row)
         except Exception:
             if name not in self._failed:
                 logger.exception("%s failed at update %d; training goes on", name, row["update"])
             self._failed[name] += 1
-            return None
 
 
 def _check_step(step: Any) -> int:

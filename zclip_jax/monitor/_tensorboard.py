@@ -42,6 +42,9 @@ class TensorBoard(RowSink):
             if self._attempt is not None or has_events(self.folder):
                 self._purge = row["step"]
             self._attempt = row["attempt"]
+        if self._file is not None and self._file.deleted:
+            self._file.close()
+            self._file = None
         if self._file is None:
             self._file = EventFile(self.folder)
         before = [] if self._purge is None else [start(self._purge)]

@@ -43,7 +43,9 @@ def order_rows(
     if place is None:
         return whole
     back = np.diff(place) < 0
-    if attempts is not None:  # the last step alone, again
+    if attempts is not None:
+        attempts = _filled(attempts)
+        # The last step alone, again.
         back |= (np.diff(place) == 0) & (np.diff(attempts) > 0)
     restart = np.zeros(back.size, bool)
     if steps is not None and epochs is not None and not goes_on:
@@ -103,6 +105,12 @@ def _places(steps: np.ndarray | None, epochs: np.ndarray | None) -> np.ndarray |
     if (epochs % 1).any():
         return epochs
     return epochs * (place.max() - place.min() + 1) + place
+
+
+def _filled(attempts: np.ndarray) -> np.ndarray:
+    """With the attempt of the row before where a row has none; the first is number 0."""
+    known = np.where(np.isnan(attempts), 0, np.arange(1, attempts.size + 1))
+    return np.r_[0.0, attempts][np.maximum.accumulate(known)]
 
 
 def _starts_again(epochs: np.ndarray) -> np.ndarray:
