@@ -34,6 +34,7 @@ def open_log(path: Path) -> "RunLog | OtherLog":
             return RunLog(file, path)
         if not rows and len(objects) == len(head):
             raise ValueError(f"{path}: no rows yet")
+        return OtherLog(file)
     return OtherLog(path)
 
 
@@ -118,9 +119,9 @@ class OtherLog:
           ReplacedError: it is one that `RunLog` reads by now.
         """
         seen, now = _state_of(self.path), time.monotonic()
+        if seen != self._seen and isinstance(open_log(self.path), RunLog):
+            raise ReplacedError
         if seen != self._seen and (seconds is None or now >= self._next):
-            if isinstance(open_log(self.path), RunLog):
-                raise ReplacedError
             self._seen = seen
             try:
                 self._made = _read_other(self.path)
@@ -142,7 +143,10 @@ def _read_other(path: Path) -> Run:
     from zclip_jax.replay._specs import parse_spec
     from zclip_jax.replay.readers import read
 
-    recording = read(path)
+    try:
+        recording = read(path)
+    except ValueError as error:
+        raise ValueError(f"{error}, and no metrics.jsonl" if path.is_dir() else str(error)) from None
     *before, run = recording.runs
     spec = parse_spec("zclip")
     outcomes = replay_runs(spec.rule, [run])[0].outcomes

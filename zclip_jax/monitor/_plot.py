@@ -12,6 +12,7 @@ from zclip_jax.monitor._run import Run
 # Okabe and Ito's colours, which colour-blind people can tell apart as well.
 RUNS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 NORM, TRIGGER, CAP, SPIKE, NONFINITE = "#56b4e9", "black", "#e69f00", "#d55e00", "#cc79a7"
+BOUND = "#999999"
 WINDOW = 100  # steps that a rate is of
 POINTS = 4000  # of a curve; of more, the least and the largest of each part are drawn
 NAMES = 8  # groups that are named at most
@@ -166,7 +167,8 @@ def _draw_rates(panel: Any, run: Run, color: str | None) -> None:
         total = np.cumsum(np.r_[0.0, flags])
         since = np.maximum(np.arange(1, total.size) - WINDOW, 0)
         rate = (total[1:] - total[since]) / (np.arange(1, total.size) - since)
-        _curve(panel, steps, 100 * rate, lw=0.9, color=its, label=name or None)
+        lw = 2.5 if name == "bound" else 0.9  # most often as many as fired
+        _curve(panel, steps, 100 * rate, lw=lw, color=its, label=name or None)
     panel.set_ylim(-2, 102)
     what = "scaled" if color else "clipped"
     panel.set_ylabel(f"{what} [%]\nof {WINDOW} steps", fontsize=8)
@@ -174,7 +176,7 @@ def _draw_rates(panel: Any, run: Run, color: str | None) -> None:
 
 def _rates(run: Run) -> dict[str, tuple[np.ndarray, str]]:
     """The flags to draw rates of, as 0 and 1, with a color; only those that the log tells."""
-    colors = {"fired": SPIKE, "bound": TRIGGER, "capped": CAP, "skipped": NONFINITE}
+    colors = {"bound": BOUND, "fired": SPIKE, "capped": CAP, "skipped": NONFINITE}
     flags = {name: (run.columns[name], color) for name, color in colors.items()}
     return {name: (np.nan_to_num(x), color) for name, (x, color) in flags.items() if not np.isnan(x).all()}
 

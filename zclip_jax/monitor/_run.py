@@ -56,8 +56,7 @@ class Run(NamedTuple):
     @property
     def allowed(self) -> np.ndarray:
         """What a step was scaled down to; of any other step the norm up to which it would have been left alone."""
-        norm, scale = self.columns["grad_norm"], self.columns["clip_scale"]
-        return np.where(self.scaled, norm * scale, np.fmin(self.columns["trigger"], self.cap))
+        return np.where(self.scaled, self._scaled_norm, np.fmin(self.columns["trigger"], self.cap))
 
     @property
     def cap(self) -> np.ndarray:
@@ -67,7 +66,12 @@ class Run(NamedTuple):
         if not capped.size:
             return np.full(rows.shape, np.nan)
         last = capped[np.maximum(np.searchsorted(capped, rows, side="right") - 1, 0)]
-        return (columns["grad_norm"] * columns["clip_scale"])[last]
+        return self._scaled_norm[last]
+
+    @property
+    def _scaled_norm(self) -> np.ndarray:
+        with np.errstate(invalid="ignore"):  # an infinite norm is scaled by zero
+            return self.columns["grad_norm"] * self.columns["clip_scale"]
 
     def current_records(self) -> list[SpikeRecord]:
         """Those of steps that no later attempt took back."""

@@ -133,14 +133,14 @@ def _spikes(run: Run) -> list[str]:
         ]
     columns, allowed = run.columns, run.allowed
     rows = np.flatnonzero(columns["fired"] > 0)[: -MOST - 1 : -1]
-    lost = columns["step"][columns["nonfinite"] > 0]
-    return [f"{lost.size:,} steps without a finite norm, the last of them {lost[-1]:,.0f}"] * (
-        lost.size > 0
-    ) + [
+    told = [
         f"step {columns['step'][i]:,.0f}: norm {columns['grad_norm'][i]:.3g}"
         + (f", allowed {allowed[i]:.3g}" if np.isfinite(allowed[i]) else "")
         for i in rows
     ]
+    if (lost := columns["step"][columns["nonfinite"] > 0]).size:
+        told.insert(0, f"steps without a finite norm: {lost.size:,}, the last of them {lost[-1]:,.0f}")
+    return told
 
 
 def _wrap(text: str, width: int) -> list[str]:
