@@ -56,12 +56,12 @@ ALLOWED = {
     "_alarms": (set(), {"numpy"}),
     "_spike_score": (set(), {"numpy"}),
     # Packages of the extras come through `_extras`.
-    "monitor": ({"_typing", "_norm", "_alarms", "_extras", "monitor"}, {"jax", "numpy"}),
+    "monitor": ({"_typing", "_norm", "_alarms", "_spikes", "_extras", "replay", "monitor"}, {"jax", "numpy"}),
     "replay": (
         {"_typing", "_numerics", "_checks", "_rule", "_alarms", "_spike_score", "_extras", "rules", "replay"},
         {"jax", "numpy"},
     ),
-    "cli": ({"replay"}, {"jax", "numpy"}),
+    "cli": ({"replay", "monitor"}, {"jax", "numpy"}),
     "__init__": (
         {
             "_rule",
@@ -107,9 +107,11 @@ STANDARD = {
     "pathlib",
     "queue",
     "re",
+    "signal",
     "socket",
     "struct",
     "sys",
+    "textwrap",
     "threading",
     "time",
     "types",

@@ -1,4 +1,4 @@
-"""The command line: `zclip-jax replay LOG` and `zclip-jax recommend LOG`."""
+"""The command line: `zclip-jax replay | recommend | follow | plot | spike`."""
 
 import argparse
 import importlib.metadata
@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from zclip_jax.monitor._commands import add_commands
 from zclip_jax.replay import Recording, read, recommend
 from zclip_jax.replay._figure import write_figure
 from zclip_jax.replay._json import to_json
@@ -52,7 +53,8 @@ class _Once(argparse.Action):
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="zclip-jax", description="What a clipping rule would have done to a recorded run."
+        prog="zclip-jax",
+        description="What a clipping rule would have done to a recorded run, and what a run does.",
     )
     parser.add_argument(
         "--version", action="version", version=f"zclip_jax {importlib.metadata.version('zclip_jax')}"
@@ -121,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
         "reports on them beside the defaults.",
     )
     recommend_command.set_defaults(command=_recommend)
+    add_commands(commands)
     return parser
 
 
