@@ -21,7 +21,7 @@ class Trackio(Tracker):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
-        self._trackio = require("trackio", "monitor", "Trackio")
+        self._trackio = require("trackio", "trackio", "Trackio")
         self._settings = settings
 
     def _start(self) -> Any:

@@ -25,7 +25,7 @@ class Wandb(Tracker):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__()
-        self._wandb = require("wandb", "monitor", "Wandb")
+        self._wandb = require("wandb", "wandb", "Wandb")
         self._settings = settings
 
     def _start(self) -> Any:
