@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
 INTEGRATION ?= .venv-integration
+WHEEL ?= .venv-wheel
 BIN := $(VENV)/bin
 
 # Two workers with a half of the tests each, so that what neighbouring tests share is made once.
@@ -12,7 +13,7 @@ PYTEST := -m pytest -n 2 --dist worksteal
 # The tests that need no extra but `test`.
 CORE := $(filter-out tests/test_checkpoint.py tests/test_experiments.py tests/test_llama% tests/test_recipes.py tests/test_readers% tests/test_replay_% tests/test_faults_re% tests/test_faults_flax.py tests/test_transplant_flax.py tests/test_state_arguments.py tests/test_state_roundtrips.py,$(wildcard tests/test_*.py))
 
-.PHONY: train test check lint types docs format test-oldest integration clean
+.PHONY: train test check lint types docs format test-oldest integration dist clean
 
 # Bad batches are what clipping is for, so the demonstration has two: docs/evidence.md.
 train: ARGS = --run-dir runs/noise --spike-steps 150 250
@@ -46,8 +47,17 @@ test-oldest: $(OLDEST)/.pinned  ## the core's tests with the oldest versions tha
 integration: $(INTEGRATION)/.integration  ## zclip inside a third-party trainer
 	PYTHONPATH=. $(INTEGRATION)/bin/python tests/integration/tunix_trainer.py
 
+# `make dist PYTHON=python3.13` does the same with another Python.
+dist: $(VENV)/.release  ## build the release, check it, install the wheel alone and run the core's doctests from it
+	rm -rf dist $(WHEEL)
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/pip install -q dist/*.whl
+	JAX_PLATFORMS=cpu $(WHEEL)/bin/python -I tests/installed_wheel.py
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(INTEGRATION) docs/_build
+	rm -rf $(VENV) $(OLDEST) $(INTEGRATION) $(WHEEL) docs/_build dist
 
 .PRECIOUS: %/bin/python
 %/bin/python:
@@ -60,6 +70,10 @@ clean:
 %/.dev: pyproject.toml | %/bin/python
 	$*/bin/pip install -q -e ".[dev]"
 	touch $@ $*/.examples
+
+%/.release: pyproject.toml | %/bin/python
+	$*/bin/pip install -q -e ".[release]"
+	touch $@
 
 %/.integration: pyproject.toml | %/bin/python
 	$*/bin/pip install -q -e ".[integration]"
