@@ -4,15 +4,18 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
 INTEGRATION ?= .venv-integration
+WHEEL ?= .venv-wheel
 BIN := $(VENV)/bin
 
 # Two workers with a half of the tests each, so that what neighbouring tests share is made once.
 PYTEST := -m pytest -n 2 --dist worksteal
 
 # The tests that need no extra but `test`.
-CORE := $(filter-out tests/test_checkpoint.py tests/test_experiments.py tests/test_llama% tests/test_monitor% tests/test_optax% tests/test_readers% tests/test_replay_% tests/test_faults_re% tests/test_faults_flax.py tests/test_transplant_flax.py tests/test_state_arguments.py tests/test_state_roundtrips.py,$(wildcard tests/test_*.py))
+NEEDS_EXTRAS := checkpoint experiments faults_flax faults_re% follow llama% monitor% plot readers% recipes \
+  replay_% state_arguments state_roundtrips transplant_flax
+CORE := $(filter-out $(NEEDS_EXTRAS:%=tests/test_%.py),$(wildcard tests/test_*.py))
 
-.PHONY: train demo-spike test check lint types docs format test-oldest integration clean
+.PHONY: train demo-spike test check lint types docs format test-oldest integration dist clean
 
 # Bad batches are what clipping is for, so the demonstration has two: docs/evidence.md.
 train: ARGS = --run-dir runs/noise --spike-steps 150 250
@@ -49,8 +52,17 @@ test-oldest: $(OLDEST)/.pinned  ## the core's tests with the oldest versions tha
 integration: $(INTEGRATION)/.integration  ## zclip inside a third-party trainer
 	PYTHONPATH=. $(INTEGRATION)/bin/python tests/integration/tunix_trainer.py
 
+# `make dist PYTHON=python3.13` does the same with another Python.
+dist: $(VENV)/.release  ## build the release, check it, install the wheel alone and run the core's doctests from it
+	rm -rf dist $(WHEEL)
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/pip install -q dist/*.whl
+	JAX_PLATFORMS=cpu $(WHEEL)/bin/python -I tests/installed_wheel.py
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(INTEGRATION) docs/_build
+	rm -rf $(VENV) $(OLDEST) $(INTEGRATION) $(WHEEL) docs/_build dist
 
 .PRECIOUS: %/bin/python
 %/bin/python:
@@ -63,6 +75,10 @@ clean:
 %/.dev: pyproject.toml | %/bin/python
 	$*/bin/pip install -q -e ".[dev]"
 	touch $@ $*/.examples
+
+%/.release: pyproject.toml | %/bin/python
+	$*/bin/pip install -q -e ".[release]"
+	touch $@
 
 %/.integration: pyproject.toml | %/bin/python
 	$*/bin/pip install -q -e ".[integration]"
