@@ -6,9 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from matplotlib import figure
 
 report = importlib.import_module("report")
 
@@ -36,16 +34,6 @@ def row(step: int, trigger: float, norm: float = 0.5, **more: Any) -> dict[str, 
 )
 def test_the_limit_of_a_step(trigger: float, flags: dict[str, Any], limit: float) -> None:
     assert report.limit(row(1, trigger), flags) == limit
-
-
-def test_the_plot_shows_the_trigger_as_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
-    rows = [row(1, math.inf), row(2, 0.8), row(3, 0.9, norm=3.0), row(4, 0.7, val_loss=1.9)]
-    report.plot(tmp_path / "plot.png", rows, FLAGS, 5.0)
-    lines = {line.get_label(): np.asarray(line.get_ydata()) for line in drawn[0].axes[1].lines}
-    np.testing.assert_array_equal(lines["spike above"], [np.nan, 0.8, 0.9, 0.7])
-    np.testing.assert_array_equal(lines["spike"], [3.0])
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.slow
 
 faults = importlib.import_module("faults")
 flags = importlib.import_module("flags")
-report = importlib.import_module("report")
 train = importlib.import_module("train")
 
 ROOT = Path(__file__).parents[1]
@@ -404,13 +403,3 @@ def test_killed_and_continued(
     assert train.main(arguments) == 0
     assert "continued after step" in capsys.readouterr().out
     assert rows(run_dir) == rows(finished)
-
-
-def test_the_last_attempt_at_a_step_counts(tmp_path: Path) -> None:
-    """Also where it got less far than the one before, and where a row is cut short."""
-    path = tmp_path / "metrics.jsonl"
-    tries = [[1, 2, 3, 4], [2, 3], [3]]
-    lines = [json.dumps({"step": step, "attempt": i}) for i, steps in enumerate(tries) for step in steps]
-    path.write_text('{"config": {}}\n' + '\n{"step": 5, "att\n'.join(lines) + '\n{"step": 4, "lo')
-    read = [(row["step"], row["attempt"]) for row in report.read_rows(path)]
-    assert read == [(1, 0), (2, 1), (3, 2)]

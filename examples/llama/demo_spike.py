@@ -17,8 +17,8 @@ from data import load_corpus, train_iterator
 from faults import bad_row
 from flags import parse_flags
 
-FLAGS = "--run-dir runs/demo-spike --fresh --steps 300 --batch-size 8 --eval-every 300 --save-every 300"
-FLAGS += " --bad-row-steps 260 --bad-tensor-steps 285 --bad-tensor blocks/attention/wk[2] --bad-factor 30"
+FLAGS = "--run-dir runs/demo-spike --fresh --steps 200 --eval-every 200 --save-every 200"
+FLAGS += " --bad-row-steps 160 --bad-tensor-steps 190 --bad-tensor blocks/attention/wk[2] --bad-factor 30"
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     }
     (row_step,), (tensor_step,) = config.faults.bad_row_steps, config.faults.bad_tensor_steps
     planted = row_at(config, row_step)
-    print(f"\nplanted   noise in window {planted} of the corpus at step {row_step}")
+    print(f"\nplanted   one token again and again for window {planted} of the corpus at step {row_step}")
     factor, name = config.faults.bad_factor, config.faults.bad_tensor
     print(f"          a gradient {factor:g} times too large at step {tensor_step}: {name}")
     for step in (row_step, tensor_step):
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def row_at(config: train.Config, step: int) -> int:
-    """The window of the corpus that is replaced by noise, read off the data."""
+    """The window of the corpus that is replaced, read off the data."""
     context = train.model_config(config.model, vocab_size=256).context
     corpus = load_corpus(config.data, context=context, cache_dir=config.run_dir)
     batches = train_iterator(corpus, batch_size=config.batch_size, seed=config.seed)

@@ -1,4 +1,4 @@
-"""Faults to plant into a run: batches and rows of noise, and a gradient that is wrong in one tensor."""
+"""Faults to plant into a run: batches of noise, rows of one token, and a gradient that is wrong in one tensor."""
 
 import dataclasses
 from typing import Any
@@ -15,7 +15,7 @@ class FaultOptions:
     """Faults to plant, to see what clipping and monitoring make of them."""
 
     spike_steps: tuple[int, ...] = ()  # Steps whose batch is replaced by random tokens.
-    bad_row_steps: tuple[int, ...] = ()  # Steps one row of whose batch is replaced by random tokens.
+    bad_row_steps: tuple[int, ...] = ()  # Steps one row of whose batch becomes one random token, repeated.
     bad_tensor_steps: tuple[int, ...] = ()  # Steps on which one gradient is multiplied by bad_factor.
     bad_tensor: str | None = None  # Which one: a parameter, or a layer of one as in blocks/attention/wq[2].
     bad_factor: float = 100.0  # nan makes the gradient NaN.
@@ -41,17 +41,16 @@ def spoil_rows(
     vocab_size: int,
     seed: int,
 ) -> np.ndarray:
-    """Rows from position `first` on of a batch, with noise where a fault is planted; the same on each call."""
-    positions = np.arange(first, first + len(rows))
-    if step in options.spike_steps:
-        chosen = positions >= 0
-    elif step in options.bad_row_steps:
-        chosen = positions == bad_row(seed, step, batch_size)
-    else:
+    """Rows from position `first` on of a batch, spoiled where a fault is planted; the same on each call."""
+    if step not in (*options.spike_steps, *options.bad_row_steps):
         return rows
+    positions = np.arange(first, first + len(rows))
     shape = (batch_size, rows.shape[1])
     noise = np.random.default_rng([seed, step]).integers(vocab_size, size=shape, dtype=np.int32)
-    return np.where(chosen[:, None], noise[positions], rows)
+    if step in options.spike_steps:
+        return noise[positions]
+    is_bad = positions == bad_row(seed, step, batch_size)
+    return np.where(is_bad[:, None], noise[0, 0], rows)
 
 
 def find_tensor(options: FaultOptions, params: Any) -> np.ndarray:

@@ -4,7 +4,6 @@
 step, and again for a step that is done again; `spikes.jsonl` has one for each spike.
 """
 
-import json
 import math
 import os
 import shutil
@@ -17,14 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib
 import numpy as np
 import yaml  # pyrefly: ignore[untyped-import]
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zclip_jax import SpikeRecord, step_record
+from zclip_jax import step_record
+from zclip_jax._spike_score import spike_score
 from zclip_jax.monitor import ALARMS, JsonLines, Monitor, RowReport, RowTracker, TensorBoard, row_report
+from zclip_jax.monitor._logs import read_run
+from zclip_jax.monitor._plot import plot_runs
+from zclip_jax.monitor._records import describe
+from zclip_jax.monitor._run import Run
 
 from data import Batch, Corpus
 
@@ -96,6 +99,7 @@ class Report:
         self.tracker, self.reports_left = RowTracker(), flags["row_reports"]
         self.tokens_per_step = flags["batch_size"] * (corpus.train.shape[1] - 1)
         self.ended: list[float] = []  # when the last two steps did
+        self.speeds: list[float] = []
         self.bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
@@ -124,6 +128,7 @@ class Report:
         speed = {}
         if len(self.ended) == 2:
             speed["tokens_per_second"] = self.tokens_per_step / (self.ended[1] - self.ended[0])
+            self.speeds.append(speed["tokens_per_second"])
         update = self.monitor.log(step, scalars, **speed)  # calls on_row for the step before
         self.tracker.add(update, batch.data_index, batch.row_ids)
         self.tokens = tokens
@@ -174,24 +179,28 @@ class Report:
 
     def summary(self) -> None:
         """Prints what came of the run, and draws `plot.png`, if the log is there."""
-        rows = read_rows(self.run_dir / "metrics.jsonl")
-        if not rows or "val_loss" not in rows[-1]:
+        try:
+            run = read_run(self.run_dir)
+        except (OSError, ValueError):
+            run = None
+        if run is None or not np.isfinite(run.columns["val_loss"][-1]):
             print(
                 f"nothing to sum up: {self.run_dir / 'metrics.jsonl'} doesn't hold the last step", flush=True
             )
             return
-        corpus, val_loss = self.corpus, float(rows[-1]["val_loss"])
+        corpus, val_loss = self.corpus, run.columns["val_loss"][-1]
         bits = val_loss / math.log(2) / corpus.bytes_per_token
-        plot(self.run_dir / "plot.png", rows, self.flags, corpus.unigram_entropy)
-        speeds = [row["tokens_per_second"] for row in rows if "tokens_per_second" in row]
+        plot_runs(self.run_dir / "plot.png", [run])
         print(f"corpus    {corpus.name}")
         print(
             f"held-out  {val_loss:.4f} nats/token ({bits:.3f} bits/byte); "
             f"ignoring the context: {corpus.unigram_entropy:.4f}"
         )
-        print(f"speed     {statistics.median(speeds or [math.nan]):,.0f} tokens/s (median step)")
-        print(f"clipping  {describe_clipping(rows, self.flags)}")
-        print(f"spikes    {describe_spikes(read_rows(self.run_dir / 'spikes.jsonl'))}")
+        if self.speeds:
+            print(f"speed     {statistics.median(self.speeds):,.0f} tokens/s (median step)")
+        print(f"clipping  {describe_clipping(run, self.flags)}")
+        print(f"score     {describe_score(run)}")
+        print(f"spikes    {describe_spikes(run)}")
         print(f"plot      {self.run_dir / 'plot.png'}", flush=True)
 
 
@@ -224,33 +233,21 @@ def write_atomically(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def read_rows(path: Path) -> list[Row]:
-    """The rows in the order of their steps, those of the last attempt at each; a line cut short is none."""
-    rows: list[Row] = []
-    for line in path.read_text("utf-8", "replace").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if "step" not in row:
-            continue
-        if rows and row.get("attempt", 0) > rows[-1].get(
-            "attempt", 0
-        ):  # it takes back what came after its first step
-            rows = [kept for kept in rows if kept["step"] < row["step"]]
-        rows.append(row)
-    return rows
+def describe_score(run: Run) -> str:
+    score = spike_score(run.columns["loss"], run.columns["grad_norm"])
+    if score.total is None:
+        return "no SpikeScore of less than 128 steps"
+    last = "" if score.last is None else f", {score.last:.2%} of the last 10,000"
+    return f"{score.total:.2%} of the steps spike in loss or norm{last} (SpikeScore as OLMo-core counts it)"
 
 
-def describe_spikes(records: list[Row]) -> str:
-    """Those of the gradients, and of the one that was highest above its level also the worst row."""
-    records = [record for record in records if record["watch"] == "grads"]
+def describe_spikes(run: Run) -> str:
+    """How many the gradients had, and everything about the one that was highest above its level."""
+    records = [record for record in run.current_records() if record["watch"] == "grads"]
     if not records:
         return "none recorded"
     worst = max(records, key=lambda record: float(record["times_level"] or 0.0))
-    lines = [f"{len(records)} recorded in spikes.jsonl; the largest:", str(SpikeRecord(worst))]
-    if worst["rows"]:
-        lines += [*str(RowReport(worst["rows"][:1])).splitlines(), f"reads {worst['text']!r}"]
+    lines = [f"{len(records)} recorded in spikes.jsonl; the largest:", *describe(worst).splitlines()]
     return "\n          ".join(lines)
 
 
@@ -268,74 +265,22 @@ def cap(flags: Row) -> float:
     return math.inf if limit is None else limit
 
 
-def describe_clipping(rows: list[Row], flags: Row) -> str:
-    fired = [row for row in rows if row["zclip/fired"]]
-    over_cap = sum(row["zclip/capped"] and not row["zclip/fired"] for row in rows)
-    faulty = rows[-1]["zclip/num_nonfinite"]
+def describe_clipping(run: Run, flags: Row) -> str:
+    columns = run.columns
+    fired = np.flatnonzero(columns["fired"])
+    over_cap = np.sum((columns["capped"] > 0) & (columns["fired"] == 0))
+    faulty = int(np.nansum(columns["nonfinite"]))
     verb = "would be" if flags["clip"] == "none" else "were"
-    parts = [f"{len(fired)} of {len(rows)} steps {verb} clipped as spikes"]
+    parts = [f"{len(fired)} of {len(columns['step'])} steps {verb} clipped as spikes"]
     if over_cap:
         parts.append(f"{over_cap} more by the cap of {cap(flags):g}")
     if faulty:
         parts.append(f"{faulty} had no finite norm")
     lines = ["; ".join(parts)]
-    for row in fired[:10]:
-        norm = row["zclip/grad_norm"]
-        allowed = norm * row["zclip/clip_scale"]
-        lines.append(f"step {row['step']}: norm {norm:.3g}, allowed {allowed:.3g}")
+    for step, norm, allowed in zip(
+        columns["step"][fired[:10]], columns["grad_norm"][fired[:10]], run.allowed[fired[:10]], strict=True
+    ):
+        lines.append(f"step {step:.0f}: norm {norm:.3g}, allowed {allowed:.3g}")
     if len(fired) > 10:
         lines.append(f"and {len(fired) - 10} more, see metrics.jsonl")
     return "\n          ".join(lines)
-
-
-def plot(path: Path, rows: list[Row], flags: Row, unigram_entropy: float) -> None:
-    """Draws the losses above, and below them the norms with the limits and the clipped steps."""
-    matplotlib.use("agg")
-    from matplotlib import pyplot as plt
-
-    def column(name: str, of: list[Row] = rows) -> list[float]:
-        return [float(row[name]) for row in of]
-
-    def finite(values: list[float]) -> list[float]:
-        return [value if math.isfinite(value) else math.nan for value in values]
-
-    figure, (above, below) = plt.subplots(
-        2, 1, sharex=True, figsize=(9, 6), layout="constrained", height_ratios=(2, 3)
-    )
-    steps = column("step")
-    held_out = [row for row in rows if "val_loss" in row]
-    above.plot(steps, finite(column("loss")), lw=0.8, color="tab:blue", label="training")
-    above.plot(
-        column("step", held_out),
-        finite(column("val_loss", held_out)),
-        "o-",
-        ms=4,
-        lw=1,
-        color="black",
-        label="held out",
-    )
-    above.axhline(unigram_entropy, ls=":", color="gray", label="ignoring the context")
-    above.set_ylabel("loss [nats per token]")
-    above.legend(frameon=False)
-
-    below.plot(steps, finite(column("zclip/grad_norm")), lw=0.8, color="tab:blue", label="norm")
-    below.plot(steps, finite(column("zclip/trigger")), lw=1, color="tab:green", label="spike above")
-    if math.isfinite(cap(flags)):
-        below.axhline(cap(flags), ls="--", lw=1, color="tab:orange", label="cap")
-    for name, color, label in (
-        ("zclip/capped", "tab:orange", "capped"),
-        ("zclip/bound", "tab:red", "spike"),
-    ):
-        hit = [row for row in rows if row[name]]
-        where, norms = column("step", hit), column("zclip/grad_norm", hit)
-        allowed = [float(row["zclip/grad_norm"]) * row["zclip/clip_scale"] for row in hit]
-        if hit:
-            below.vlines(where, allowed, norms, lw=0.6, color=color)
-            below.plot(where, norms, "o", ms=4, color=color, label=label)
-            below.plot(where, allowed, "_", ms=6, color=color)
-    below.set(yscale="log", xlabel="step", ylabel="gradient norm")
-    below.legend(frameon=False, ncols=3)
-    watched = " (watched only)" if flags["clip"] == "none" else ""
-    figure.suptitle(f"{flags['preset']}, clip: {flags['clip']}{watched}", fontsize=11)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
