@@ -28,20 +28,22 @@ def follow(path: Path) -> None:
         console.width = console.width if console.is_terminal else 120
         _show(console, read_run(path))
         return
-    live = require("rich.live", "monitor", "the live view").Live
+    live, text = (
+        require("rich.live", "monitor", "the live view").Live,
+        require("rich.text", "monitor", "the live view").Text,
+    )
     watcher = Watcher(path)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves the screen as it was, too
     try:
         with live(console=console, screen=True, auto_refresh=False) as screen:
             while True:
-                more = watcher.look()
+                more, start = watcher.look(), time.monotonic()
                 width, height = console.size
-                text = require("rich.text", "monitor", "the live view").Text
                 message = [text(line[:width], style="yellow") for line in watcher.message.splitlines()]
                 body = draw(watcher.run, width, max(height - len(message), 1), ascii_only=_is_ascii(console))
                 screen.update(text("\n").join([*message, body]), refresh=True)
                 if not more:
-                    time.sleep(INTERVAL)
+                    time.sleep(max(INTERVAL, 10 * (time.monotonic() - start)))
     except KeyboardInterrupt:
         pass
     finally:

@@ -64,7 +64,7 @@ class RunLog:
         self.spikes = Objects(file.with_name(f"{stem}spikes.jsonl"))
         self.alarms = Objects(file.with_name(f"{stem}alarms.jsonl"))
         self.names: dict[str, str] = {}
-        self.num_rows, self.rows = 0, np.empty((1024, len(COLUMNS)))
+        self.num_rows, self.rows = 0, np.empty((len(COLUMNS), 1024))
 
     def update(self, seconds: float | None = None) -> bool:
         """Reads what is new, for so long at most; True where there is more.
@@ -83,21 +83,19 @@ class RunLog:
         return False
 
     def run(self) -> Run:
-        """The run as read so far."""
-        rows = self.rows[: self.num_rows]
-        columns = dict(zip(COLUMNS, rows.T.copy(), strict=True))
+        """The run as read so far; its columns are good until the next `update`."""
+        columns = dict(zip(COLUMNS, self.rows[:, : self.num_rows], strict=True))
         columns["skipped"] = np.where(np.isnan(columns["skipped"]), np.nan, columns["skipped"] > 0)
         alarms = [one for one in self.alarms.update() if {"step", "message"} <= one.keys()]
         return Run(_name(self.path), columns, make_records(self.spikes.update()), alarms or None)
 
     def _add(self, row: dict[str, Any]) -> None:
         self.names = self.names or find_names(row)
-        while self.num_rows and self.rows[self.num_rows - 1, 0] >= row["step"]:
+        while self.num_rows and self.rows[0, self.num_rows - 1] >= row["step"]:
             self.num_rows -= 1
-        if self.num_rows == len(self.rows):
-            self.rows = np.concatenate([self.rows, np.empty_like(self.rows)])
-        for i, name in enumerate(COLUMNS):
-            self.rows[self.num_rows, i] = _number(row.get(self.names.get(name, "")))
+        if self.num_rows == self.rows.shape[1]:
+            self.rows = np.concatenate([self.rows, np.empty_like(self.rows)], axis=1)
+        self.rows[:, self.num_rows] = [_number(row.get(self.names.get(name, ""))) for name in COLUMNS]
         self.num_rows += 1
 
 

@@ -75,12 +75,13 @@ class Run(NamedTuple):
 
     def current_records(self) -> list[SpikeRecord]:
         """Those of steps that no later attempt took back."""
-        updates = dict(zip(self.columns["step"].tolist(), self.columns["update"].tolist(), strict=True))
-        kept = []
+        steps, kept = self.columns["step"], []
         for record in self.records:
-            update = updates.get(record["step"])
-            if update is not None and record.get("update", update) in (update, None):
-                kept.append(record)
+            row = np.searchsorted(steps, record["step"])
+            if row < steps.size and steps[row] == record["step"]:
+                update = self.columns["update"][row]
+                if np.isnan(update) or record.get("update", update) == update:
+                    kept.append(record)
         return kept
 
     def find_alarms(self) -> list[str]:
