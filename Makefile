@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PYTEST := -m pytest -n 2 --dist worksteal
 
 # The tests that need no extra but `test`.
-CORE := $(filter-out tests/test_checkpoint.py tests/test_experiments.py tests/test_llama% tests/test_monitor% tests/test_optax% tests/test_readers% tests/test_replay_% tests/test_faults_re% tests/test_faults_flax.py tests/test_transplant_flax.py tests/test_state_arguments.py tests/test_state_roundtrips.py,$(wildcard tests/test_*.py))
+CORE := $(filter-out tests/test_checkpoint.py tests/test_experiments.py tests/test_follow.py tests/test_llama% tests/test_monitor% tests/test_optax% tests/test_plot.py tests/test_readers% tests/test_replay_% tests/test_faults_re% tests/test_faults_flax.py tests/test_transplant_flax.py tests/test_state_arguments.py tests/test_state_roundtrips.py,$(wildcard tests/test_*.py))
 
 .PHONY: train demo-spike test check lint types docs format test-oldest integration clean
 
