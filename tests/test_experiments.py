@@ -266,14 +266,14 @@ def test_keys_tell_runs_apart_and_names_of_cells_do_not():
     assert {r.key for r in small} < {r.key for r in full}
 
 
-def test_spike_score():
-    values = np.random.default_rng(0).normal(1.0, 0.1, 1128)
-    assert work.spike_score(values) == 0
-    values[[500, 900]] = 10.0
-    assert work.spike_score(values) == 2 / 1000
-    values[700] = np.nan
-    assert work.spike_score(values) == 2 / 999
-    assert math.isnan(work.spike_score(values[:128]))
+@pytest.mark.parametrize(("steps", "score"), [(1000, 0.002), (200, 0.005), (127, None)])
+def test_a_summary_has_the_spike_score_of_losses_and_norms(steps, score):
+    values = np.random.default_rng(0).normal(1.0, 0.1, 1000)
+    values[[150, 900]] = 10.0
+    series = {name: np.zeros(steps, bool) for name in ("clip_scale", "nonfinite", "fired")}
+    series |= {"held_out": np.ones(1), "held_out_steps": np.ones(1), "grad_norm": values[:steps]}
+    record = work.summary(series | {"loss": np.ones(steps)}, no_context=5.0)
+    assert (record["spikes_norm"], record["spikes_loss"]) == (score, None if score is None else 0.0)
 
 
 def made_up(arm, seed, loss, cell="plain", **more):

@@ -134,6 +134,29 @@ def test_columns_are_those_of_the_clip(tmp_path):
     assert (run.name, run.rule, run.alarms) == (tmp_path.name, "", None)
 
 
+def test_rows_without_a_norm_are_no_rows_with_a_bad_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    bare = [{"update": step, "step": step, "attempt": 0, "loss": 2.0} for step in range(2, 30)]
+    first = {"step": 0.0, "loss": 2.5}
+    add(path, [first, {"step": 1, "zclip/grad_norm": 0.5}, *bare, {"step": 30, "zclip/grad_norm": "nan"}])
+    run = read_run(path)
+    assert steps_of(run) == list(range(31))
+    assert run.columns["loss"][0] == 2.5
+    assert np.flatnonzero(run.columns["nonfinite"] > 0).tolist() == [30]
+    assert run.find_alarms() == []
+    text = draw(run, 80)
+    assert text.plain.count("!") == 1
+
+
+def test_what_is_logged_later_of_a_row_adds_to_it(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    more = {"update": 2, "step": 2, "attempt": 0, "val_loss": 1.5}
+    add(path, [row(1), row(2, 0.7), more, row(3), {"step": 3, "update": 4, "attempt": 1, "loss": 9.0}])
+    columns = read_run(path).columns
+    np.testing.assert_array_equal(columns["grad_norm"], [0.5, 0.7, NAN])
+    np.testing.assert_array_equal(columns["val_loss"], [NAN, 1.5, NAN])
+
+
 def test_a_run_that_is_only_watched(tmp_path):
     watched = {"norm": 5.0, "trigger": 2.0, "fired": True, "nonfinite": False, "allowed": 2.0}
     path = tmp_path / "metrics.jsonl"

@@ -15,11 +15,11 @@ from examples.experiments.config import Run, Settings
 from examples.experiments.lanes import PRIOR, SIZES, Program, corpus_of, lane_of, model_of, train
 from examples.llama.data import Corpus
 from examples.llama.model import PRESETS
+from zclip_jax._spike_score import spike_score
 
 # What a trunk does not depend on.
 FREE = ("fault", "period", "rows", "positions", "steps", "evals")
 BINS = 100  # of the curves that are kept for plots
-WINDOW, SIGMAS = 128, 6.0  # of SpikeScore
 Record = dict[str, Any]
 Branch = tuple[Any, Any, np.ndarray]  # parameters, optimizer state, norms
 
@@ -102,18 +102,6 @@ def _branches(
     return (params, inner), norms
 
 
-def spike_score(series: np.ndarray) -> float:
-    """Share of values more than 6 standard deviations above the mean of the 128 before, as OLMo-core counts.
-
-    Values that are not finite count neither as spikes nor among the 128. NaN where there are no 129 values.
-    """
-    values = series[np.isfinite(series)].astype(np.float64)
-    if len(values) <= WINDOW:
-        return math.nan
-    before = np.lib.stride_tricks.sliding_window_view(values[:-1], WINDOW)
-    return float(np.mean(values[WINDOW:] > before.mean(axis=1) + SIGMAS * before.std(axis=1)))
-
-
 def summary(series: Mapping[str, np.ndarray], no_context: float) -> Record:
     """One run's record. A run has failed if its held-out loss is no number, or above that of letter counts."""
     held_out, norms = series["held_out"], series["grad_norm"]
@@ -131,8 +119,8 @@ def summary(series: Mapping[str, np.ndarray], no_context: float) -> Record:
         "nonfinite": int(np.sum(series["nonfinite"])),
         "first_norm": _digits(norms[0]),
         "norm_5_50_95": [_digits(x) for x in (low, median, high)],
-        "spikes_loss": _digits(spike_score(series["loss"])),
-        "spikes_norm": _digits(spike_score(norms)),
+        "spikes_loss": _score(series["loss"]),
+        "spikes_norm": _score(norms),
         "train_loss": _digits(np.mean(series["loss"][-max(1, len(norms) // 10) :])),
     }
 
@@ -140,6 +128,12 @@ def summary(series: Mapping[str, np.ndarray], no_context: float) -> Record:
 def curve(series: np.ndarray) -> list[float | None]:
     """The highest value of each of at most 100 parts."""
     return [_digits(np.max(part)) for part in np.array_split(series, min(BINS, len(series)))]
+
+
+def _score(series: np.ndarray) -> float | None:
+    """SpikeScore as OLMo-core counts it, of one series alone; None where there are fewer than 128 values."""
+    score = spike_score(series).total
+    return None if score is None else _digits(score)
 
 
 def _digits(x: Any) -> float | None:

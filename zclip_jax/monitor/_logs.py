@@ -1,5 +1,6 @@
 """Logs as they grow: the package's own rows line by line, any other log by `replay.read`."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from zclip_jax.monitor._run import COLUMNS, Columns, Run, make_records
 from zclip_jax.monitor._tail import Objects, ReplacedError, Tail, parse_lines
 
 CHUNK = 1 << 20  # bytes that are read at a time
+NORM, NONFINITE = COLUMNS.index("grad_norm"), COLUMNS.index("nonfinite")
 WHOLE = ("step", "update", "loss", "val_loss")  # columns that are called so in rows
 #: By column, what it is called behind the prefix of a clip, and of a watch where no norm of a clip is logged.
 OF_CLIP = {name: name for name in ("grad_norm", "trigger", "clip_scale", "fired", "bound", "capped")}
@@ -30,7 +32,7 @@ def open_log(path: Path) -> "RunLog | OtherLog":
             head = opened.readlines(1 << 16)
         objects = parse_lines(head)
         rows = [row for row in objects if "step" in row]
-        if rows and find_names(rows[0]):
+        if any(map(find_names, rows)):
             return RunLog(file, path)
         if not rows and len(objects) == len(head):
             raise ValueError(f"{path}: no rows yet")
@@ -55,7 +57,7 @@ def find_names(row: dict[str, Any]) -> dict[str, str]:
 class RunLog:
     """A log that `JsonLines` writes, read as far as it has grown, with records and alarms beside it.
 
-    A row takes back earlier ones of its step and later steps.
+    A row takes back earlier ones of its step and later steps, unless it is of the same update: then it adds to it.
     """
 
     def __init__(self, file: Path, path: Path) -> None:
@@ -63,7 +65,7 @@ class RunLog:
         self.tail, self.path = Tail(file), path
         self.spikes = Objects(file.with_name(f"{stem}spikes.jsonl"))
         self.alarms = Objects(file.with_name(f"{stem}alarms.jsonl"))
-        self.names: dict[str, str] = {}
+        self.names = {name: name for name in WHOLE}
         self.num_rows, self.rows = 0, np.empty((len(COLUMNS), 1024))
 
     def update(self, seconds: float | None = None) -> bool:
@@ -76,7 +78,7 @@ class RunLog:
         start = time.monotonic()
         while lines := self.tail.read(CHUNK):
             for row in parse_lines(lines):
-                if isinstance(row.get("step"), int):
+                if _number(row.get("step")).is_integer():
                     self._add(row)
             if seconds is not None and time.monotonic() - start > seconds:
                 return True
@@ -90,12 +92,20 @@ class RunLog:
         return Run(_name(self.path), columns, make_records(self.spikes.update()), alarms or None)
 
     def _add(self, row: dict[str, Any]) -> None:
-        self.names = self.names or find_names(row)
-        while self.num_rows and self.rows[0, self.num_rows - 1] >= row["step"]:
+        if "grad_norm" not in self.names:
+            self.names = find_names(row) or self.names
+        values = np.asarray([_number(row.get(self.names.get(name, ""))) for name in COLUMNS])
+        if np.isnan(values[NONFINITE]) and self.names.get("grad_norm") in row:
+            values[NONFINITE] = not np.isfinite(values[NORM])
+        last = self.rows[:, self.num_rows - 1]
+        if self.num_rows and np.array_equal(last[:2], values[:2], equal_nan=True):  # more of the same row
+            last[:] = np.where(np.isnan(values), last, values)
+            return
+        while self.num_rows and self.rows[0, self.num_rows - 1] >= values[0]:
             self.num_rows -= 1
         if self.num_rows == self.rows.shape[1]:
             self.rows = np.concatenate([self.rows, np.empty_like(self.rows)], axis=1)
-        self.rows[:, self.num_rows] = [_number(row.get(self.names.get(name, ""))) for name in COLUMNS]
+        self.rows[:, self.num_rows] = values
         self.num_rows += 1
 
 
@@ -185,7 +195,8 @@ def _name(path: Path) -> str:
 
 
 def _number(value: Any) -> float:
+    """A number, or a string that JSON has in place of one; NaN for anything else."""
     try:
         return float(value)
     except (TypeError, ValueError, OverflowError):
-        return np.nan
+        return math.nan

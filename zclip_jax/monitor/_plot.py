@@ -54,7 +54,7 @@ def plot_runs(path: str | os.PathLike[str], runs: Sequence[Run]) -> None:
         if has_rate:
             _draw_rates(panels[-1], run, color)
     _name_spikes(norm_panel, runs)
-    norm_panel.set(yscale="log", ylabel="gradient norm")
+    norm_panel.set(yscale="log", ylabel="gradient norm", ymargin=0.1)
     panels[-1].set_xlabel("step")
     for panel in panels:
         if panel.get_legend_handles_labels()[1]:

@@ -97,6 +97,8 @@ class Run(NamedTuple):
                 if alarm["step"] >= since
             ]
         rows = {name: x[-(RECENT + MARGIN) :] for name, x in self.columns.items()}
+        has_norm = ~np.isnan(rows["grad_norm"]) | (rows["nonfinite"] > 0)
+        rows = {name: x[has_norm] for name, x in rows.items()}
         rows["grad_norm"] = np.where(rows["nonfinite"] > 0, np.nan, rows["grad_norm"])
         found = []
         for alarm in ALARMS:

@@ -63,7 +63,7 @@ def _charts(run: Run, part: slice, width: int, bars: str) -> list[Any]:
     kind = np.zeros(norm.size, int)
     kind[run.scaled[part]] = 1
     kind[columns["fired"] > 0] = 2
-    kind[(columns["nonfinite"] > 0) | ~np.isfinite(norm)] = 3
+    kind[columns["nonfinite"] > 0] = 3
     edges = bins(norm.size, max(width - BESIDE, LEAST))
     first, last = columns["step"][[0, -1]]
     lines = [text(f"steps {first:,.0f} to {last:,.0f}", style="dim")]
