@@ -56,7 +56,10 @@ ALLOWED = {
     "_alarms": (set(), {"numpy"}),
     "_spike_score": (set(), {"numpy"}),
     # Packages of the extras come through `_extras`.
-    "monitor": ({"_typing", "_norm", "_alarms", "_spikes", "_extras", "replay", "monitor"}, {"jax", "numpy"}),
+    "monitor": (
+        {"_typing", "_norm", "_alarms", "_spikes", "_spike_score", "_extras", "replay", "monitor"},
+        {"jax", "numpy"},
+    ),
     "replay": (
         {"_typing", "_numerics", "_checks", "_rule", "_alarms", "_spike_score", "_extras", "rules", "replay"},
         {"jax", "numpy"},

@@ -26,7 +26,19 @@ def spike_score(*series: np.ndarray) -> SpikeScore:
     """SpikeScore of OLMo-core: the share of steps at which one of these series, `[steps]` each, has a spike.
 
     OLMo-core gives it the loss and the gradient norm. This is another number than the SpikeScore of the paper "OLMo
-    2", which has 7 standard deviations and 1,000 values.
+    2", which has 7 standard deviations and 1,000 values. A spike is more than 6 standard deviations of a
+    population above the mean of the 128 finite values before it.
+
+    Args:
+      series: float arrays `[steps]`, all of the same length; values that are not finite are no spikes.
+
+    Examples:
+      >>> import numpy as np
+      >>> from zclip_jax.monitor import spike_score
+      >>> loss = 2 + 0.1 * np.random.default_rng(0).standard_normal(200)
+      >>> loss[[150, 180]] = 9
+      >>> spike_score(loss).total
+      0.01
 
     References:
       Ai2, OLMo-core, `StabilityMonitorCallback` in `src/olmo_core/train/callbacks/stability_monitor.py`,

@@ -15,7 +15,7 @@ from examples.experiments.config import Run, Settings
 from examples.experiments.lanes import PRIOR, SIZES, Program, corpus_of, lane_of, model_of, train
 from examples.llama.data import Corpus
 from examples.llama.model import PRESETS
-from zclip_jax._spike_score import spike_score
+from zclip_jax.monitor import spike_score
 
 # What a trunk does not depend on.
 FREE = ("fault", "period", "rows", "positions", "steps", "evals")

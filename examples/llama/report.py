@@ -22,12 +22,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from zclip_jax import step_record
-from zclip_jax._spike_score import spike_score
-from zclip_jax.monitor import ALARMS, JsonLines, Monitor, RowReport, RowTracker, TensorBoard, row_report
-from zclip_jax.monitor._logs import read_run
-from zclip_jax.monitor._plot import plot_runs
-from zclip_jax.monitor._records import describe
-from zclip_jax.monitor._run import Run
+from zclip_jax.monitor import (
+    ALARMS,
+    JsonLines,
+    Monitor,
+    RowReport,
+    RowTracker,
+    Run,
+    TensorBoard,
+    describe_record,
+    plot_runs,
+    read_run,
+    row_report,
+    spike_score,
+)
 
 from data import Batch, Corpus
 
@@ -247,7 +255,7 @@ def describe_spikes(run: Run) -> str:
     if not records:
         return "none recorded"
     worst = max(records, key=lambda record: float(record["times_level"] or 0.0))
-    lines = [f"{len(records)} recorded in spikes.jsonl; the largest:", *describe(worst).splitlines()]
+    lines = [f"{len(records)} recorded in spikes.jsonl; the largest:", *describe_record(worst).splitlines()]
     return "\n          ".join(lines)
 
 

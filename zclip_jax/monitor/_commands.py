@@ -8,7 +8,7 @@ from typing import Any
 from zclip_jax.monitor._follow import follow
 from zclip_jax.monitor._logs import read_run
 from zclip_jax.monitor._plot import plot_runs
-from zclip_jax.monitor._records import describe, find_records
+from zclip_jax.monitor._records import describe_record, find_records
 
 LOG = "the folder of a run that has a metrics.jsonl, or any log that `zclip-jax replay` reads"
 
@@ -57,4 +57,4 @@ def _plot(options: argparse.Namespace) -> None:
 
 
 def _spike(options: argparse.Namespace) -> None:
-    print("\n\n".join(map(describe, find_records(options.path, options.step))))
+    print("\n\n".join(map(describe_record, find_records(options.path, options.step))))

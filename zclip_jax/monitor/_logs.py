@@ -1,6 +1,7 @@
 """Logs as they grow: the package's own rows line by line, any other log by `replay.read`."""
 
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -172,14 +173,27 @@ def empty_run(path: Path) -> Run:
     return Run(_name(path), {name: np.empty(0) for name in COLUMNS}, [])
 
 
-def read_run(path: Path) -> Run:
-    """A run as it is now.
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Reads a run as it is now, for `plot_runs` or for numbers of your own.
+
+    Args:
+      path: a folder with the `metrics.jsonl` of a `JsonLines` sink, such a file, or any log that `replay.read` takes.
 
     Raises:
       OSError: there is no such log.
       ValueError: it holds no norms.
+
+    Examples:
+      >>> import pathlib, tempfile
+      >>> from zclip_jax.monitor import JsonLines, Monitor, read_run
+      >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+      >>> with Monitor([JsonLines(path)]) as monitor:
+      ...     for step in (1, 2):
+      ...         _ = monitor.log(step, {"loss": 3.0 - step, "zclip/grad_norm": 0.5})
+      >>> read_run(path).columns["loss"].tolist()
+      [2.0, 1.0]
     """
-    log = open_log(path)
+    log = open_log(Path(path))
     log.update()
     return log.run()
 

@@ -32,6 +32,10 @@ def plot_runs(path: str | os.PathLike[str], runs: Sequence[Run]) -> None:
     Raises:
       ImportError: matplotlib isn't installed.
       ValueError: there are no rows to draw, or the suffix is none that matplotlib knows.
+
+    Examples:
+      >>> from zclip_jax.monitor import plot_runs, read_run
+      >>> plot_runs("runs.png", [read_run("runs/fixed"), read_run("runs/zclip")])  # doctest: +SKIP
     """
     # A figure of its own, without pyplot: the caller's backend and open figures stay as they are.
     figure = require("matplotlib.figure", "monitor", "the picture").Figure(

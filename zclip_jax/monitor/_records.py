@@ -1,6 +1,8 @@
 """Records of spikes as text."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from zclip_jax._spikes import SpikeRecord
 from zclip_jax.monitor._rows import RowReport
@@ -33,9 +35,27 @@ def find_records(path: Path, step: int) -> list[SpikeRecord]:
     return found
 
 
-def describe(record: SpikeRecord) -> str:
-    """Everything that a record says, on several lines."""
-    lines = [str(record)]
+def describe_record(record: Mapping[str, Any]) -> str:
+    """Everything that a record says, on several lines; also what a loop has added to it.
+
+    Args:
+      record: of a spike. Of the keys that a loop may add it prints `decision` (metrics of the clip), `data_index`,
+        `row_ids`, `update`, `attempt`, `rows` (the first of a `row_report`), `rows_params_step` (the step that left
+        the parameters which the rows were measured with) and `text` (of the worst row).
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from zclip_jax import spikes, watch
+      >>> from zclip_jax.monitor import describe_record
+      >>> tx, params = watch("grads"), {"a": jnp.ones(2)}
+      >>> state = tx.init(params)
+      >>> for size in [1.0, 1.0, 40.0]:
+      ...     _, state = tx.update({"a": jnp.ones(2) * size}, state)
+      >>> print(describe_record(spikes(state, params)[-1] | {"update": 7}))
+      step 3: norm 56.6, 40x its level, allowed 1.45 · a: 100 % of it, 40x its own level
+      when       update 7, attempt 0
+    """
+    lines = [str(SpikeRecord(record))]
     if decision := record.get("decision"):
         lines.append(f"decision   {describe_decision(decision)}")
     if (ids := record.get("row_ids")) is not None:
@@ -55,7 +75,7 @@ def describe(record: SpikeRecord) -> str:
     return "\n".join(lines)
 
 
-def describe_decision(decision: dict) -> str:
+def describe_decision(decision: Mapping[str, Any]) -> str:
     """What clipping did to the step."""
     what = [name for name in ("fired", "bound", "capped") if decision.get(name)]
     scale = float(decision.get("clip_scale", 1.0))
