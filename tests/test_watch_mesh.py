@@ -133,7 +133,7 @@ ONE = {
 
 @pytest.mark.parametrize("name", ONE)
 def test_one_all_reduce(name):
-    """Of the vector; XLA puts the scalar of `zclip` into the same one."""
+    """Of the vector; XLA puts the scalar of `zclip` into the same one, but not yet that of JAX 0.7."""
     tx = ONE[name]()
 
     def step(grads):
@@ -142,6 +142,7 @@ def test_one_all_reduce(name):
     mapped = jax.shard_map(step, mesh=mesh_of(), in_specs=(SPECS,), out_specs=(SPECS, P()))
     lowered = jax.jit(mapped).lower(PARAMS)
     hlo = lowered.compile().as_text()
-    assert len(re.findall(r" all-reduce(?:-start)?\(", hlo)) == 1
+    apart = name == "with zclip" and jax.__version_info__ < (0, 8)
+    assert len(re.findall(r" all-reduce(?:-start)?\(", hlo)) == 1 + apart
     for other in ("all-gather", "collective-permute", "all-to-all", "reduce-scatter"):
         assert f" {other}(" not in hlo
