@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import zclip_jax
+import zclip_jax.recovery
 import zclip_jax.replay
 
 ROOT = Path(zclip_jax.__file__).parent
@@ -33,6 +34,7 @@ ALLOWED = {
     "_metrics": ({"_rule", "_state", "_skip"}, {"jax"}),
     # Packages of the extra `replay` come through `_extras`.
     "replay": ({"_typing", "_numerics", "_checks", "_rule", "_extras", "rules", "replay"}, {"jax", "numpy"}),
+    "recovery": ({"_checks", "recovery"}, set()),
     "cli": ({"replay"}, {"jax", "numpy"}),
     "__init__": (
         {
@@ -60,6 +62,7 @@ STANDARD = {
     "contextlib",
     "csv",
     "dataclasses",
+    "enum",
     "functools",
     "gzip",
     "html",
@@ -69,6 +72,7 @@ STANDARD = {
     "itertools",
     "json",
     "math",
+    "operator",
     "os",
     "pathlib",
     "re",
@@ -111,7 +115,7 @@ def test_every_file_imports_only_what_it_may():
 
 
 def test_all_is_sorted_and_complete():
-    for module in (zclip_jax, zclip_jax.replay, zclip_jax.rules):
+    for module in (zclip_jax, zclip_jax.recovery, zclip_jax.replay, zclip_jax.rules):
         names = module.__all__
         assert sorted(names) == list(names)
         assert all(hasattr(module, name) for name in names)
