@@ -34,7 +34,7 @@ ALLOWED = {
     "_metrics": ({"_rule", "_state", "_skip"}, {"jax"}),
     # Packages of the extra `replay` come through `_extras`.
     "replay": ({"_typing", "_numerics", "_checks", "_rule", "_extras", "rules", "replay"}, {"jax", "numpy"}),
-    "recovery": ({"_checks", "recovery"}, set()),
+    "recovery": ({"_checks", "_extras", "recovery"}, {"jax", "numpy"}),
     "cli": ({"replay"}, {"jax", "numpy"}),
     "__init__": (
         {
@@ -60,6 +60,7 @@ STANDARD = {
     "codecs",
     "collections",
     "contextlib",
+    "copy",
     "csv",
     "dataclasses",
     "enum",

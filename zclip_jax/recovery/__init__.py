@@ -9,15 +9,23 @@ from zclip_jax.recovery._actions import (
     Rewind,
     Stop,
 )
+from zclip_jax.recovery._checkpoints import GoodCheckpoints
 from zclip_jax.recovery._config import RecoveryConfig
+from zclip_jax.recovery._data import SkippingIterator
+from zclip_jax.recovery._keep_good import KeepGood
 from zclip_jax.recovery._log import RecoveryLog
 from zclip_jax.recovery._recovery import Recovery
+from zclip_jax.recovery._ring import MemoryRing
 from zclip_jax.recovery._skips import SkipRanges
+from zclip_jax.recovery._verify import Verdict, verify
 
 __all__ = [
     "Action",
     "Continue",
     "ExitCode",
+    "GoodCheckpoints",
+    "KeepGood",
+    "MemoryRing",
     "Mitigation",
     "Recovery",
     "RecoveryConfig",
@@ -25,5 +33,8 @@ __all__ = [
     "Retry",
     "Rewind",
     "SkipRanges",
+    "SkippingIterator",
     "Stop",
+    "Verdict",
+    "verify",
 ]
