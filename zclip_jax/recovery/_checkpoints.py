@@ -126,7 +126,8 @@ class GoodCheckpoints:
             )
         if not self.manager.should_save(step):
             return False
-        about = {"metadata": metadata, "sums": sums(_items(args))}
+        given = {name: getattr(item, "item", None) for name, item in _by_name(args).items()}
+        about = {"metadata": metadata, "sums": sums(given)}
         self._saving = step
         try:
             if self.manager.save(step, args=args, custom_metadata={OURS: {**about, "crc": crc(about)}}):
@@ -263,7 +264,7 @@ class GoodCheckpoints:
             try:
                 restored = self.manager.restore(step, args=args)
                 about = about_of(folder_of(self.directory, step))
-                if names := changed(about["sums"], sums(_items(restored))):
+                if names := changed(about["sums"], sums(_by_name(restored))):
                     why = f"{', '.join(names[:3])} changed since it was saved"
             except Exception as error:  # whatever else a folder holds, Orbax says it in many ways
                 why = first_line(error)
@@ -305,11 +306,11 @@ class GoodCheckpoints:
             warnings.warn(f"checkpoints that are not whole: {_list(damage)}; {instead}", stacklevel=3)
 
 
-def _items(args: Any) -> dict[str, Any]:
-    """What a checkpoint holds, by name: of Orbax's arguments to save, or of what it restored."""
-    if type(args).__name__ == "Composite":
-        return {name: getattr(item, "item", item) for name, item in args.items() if item is not None}
-    return {"default": getattr(args, "item", args)}
+def _by_name(value: Any) -> dict[str, Any]:
+    """Of Orbax's arguments, or of what it restored: the items of a checkpoint by name."""
+    composite = require("orbax.checkpoint", "recovery", "GoodCheckpoints").args.Composite
+    named = value.items() if isinstance(value, composite) else [("default", value)]
+    return {name: item for name, item in named if item is not None}
 
 
 def _list(damage: dict[int, str]) -> str:
