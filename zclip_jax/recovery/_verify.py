@@ -37,7 +37,7 @@ class Verdict:
         else as `kind`.
       first_difference: where the replay left the record; None where it did not.
       losses: of the replay.
-      without: losses of the replay without the suspect batches.
+      without: losses of the replay without the suspect batches, from where the first of them was left out.
       limit: the loss above which a spike begins.
       rows: what the function `rows` returned for the first suspect batch.
     """
@@ -129,7 +129,7 @@ def verify(
       ...     recorded.append(loss)
       >>> print(verify(step, 0.0, batches, recorded, without=SkipRanges([(11, 14)]), limit=1.0))
       reproduced: 16 updates gave what was recorded, bit for bit.
-      Without batches [11, 14) the spike is gone (worst loss 0.06): data
+      Without batches [11, 14) the spike is gone (worst loss 0.04): data
     """
     wanted = [_as_numbers(numbers) for numbers in recorded]
     if not wanted:
@@ -166,7 +166,8 @@ def verify(
             f"batches must go on after the suspect ones {suspects}, to see what follows without them"
         )
     clean, _ = _replay(step_fn, ring.get(0), rest, None)
-    gone = not any(_is_spike(loss, limit) for loss in clean[first:])
+    clean = clean[first:]
+    gone = not any(_is_spike(loss, limit) for loss in clean)
     named = None
     if gone and rows is not None:
         before = ring.get(0)
