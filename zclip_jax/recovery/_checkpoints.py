@@ -84,6 +84,7 @@ class GoodCheckpoints:
             )
             self.manager = ocp.CheckpointManager(folder, options=options)
         self._saving: int | None = None
+        self._marked: set[int] = set()  # by this process, so that a repeated mark costs nothing
         self._complete_rewind()
 
     @property
@@ -133,7 +134,9 @@ class GoodCheckpoints:
             if self.manager.save(step, args=args, custom_metadata={OURS: {**about, "crc": crc(about)}}):
                 return True
             self._lost("Orbax wrote nothing")
-        except OSError as error:
+        except Exception as error:
+            if not _of_the_disk(error):
+                raise
             self._lost(error)
         return False
 
@@ -146,21 +149,28 @@ class GoodCheckpoints:
         if self._saving is not None:
             folder = folder_of(self.directory, self._saving)
             if folder is not None and jax.process_index() == 0:
-                write_json(folder / FILES, sizes(folder))
+                _try_to_write(folder / FILES, sizes(folder))
             self._saving = None
 
     def mark_good(self, step: int) -> bool:
-        """Writes into the checkpoint of `step` that it is good; returns False if there is no such checkpoint."""
+        """Writes into the checkpoint of `step` that it is good; to repeat it costs nothing.
+
+        Returns:
+          False if there is no such checkpoint, or if a warning said that the mark could not be written.
+        """
+        if step in self._marked:
+            return True
         if step == self._saving:
             self.wait_until_finished()
         if step not in self.steps:
             return False
+        written = True
         if jax.process_index() == 0:
             folder = folder_of(self.directory, step)
-            if not (folder / GOOD).exists():
-                write_json(folder / GOOD, {"good": True})
-        _sync("mark_good")
-        return True
+            written = (folder / GOOD).exists() or _try_to_write(folder / GOOD, {"good": True})
+        if _everywhere(written):
+            self._marked.add(step)
+        return step in self._marked
 
     def metadata(self, step: int) -> Any:
         """What was given to `save` as `metadata`."""
@@ -227,7 +237,7 @@ class GoodCheckpoints:
         if to not in self.steps:
             raise ValueError(f"to must be one of the steps {list(self.steps)}, got {to}")
         if jax.process_index() == 0:
-            write_json(self.directory / REWIND, {"to": to})
+            _try_to_write(self.directory / REWIND, {"to": to})
         self._retire_after(to)
 
     def close(self) -> None:
@@ -249,13 +259,14 @@ class GoodCheckpoints:
 
     def _retire_after(self, to: int) -> None:
         _sync("begin rewind")
+        self._marked = {step for step in self._marked if step <= to}
         for step in reversed([x for x in self.steps if x > to]):
             self.manager.delete(step)
         if jax.process_index() == 0:
             for folder in list(self.directory.iterdir()):  # half deleted, so that Orbax sees none
                 if (step_of(folder.name) or 0) > to:
                     folder.rmtree()
-            (self.directory / REWIND).unlink()
+            (self.directory / REWIND).unlink(missing_ok=True)
         _sync("end rewind")
 
     def _try_restore(self, step: int, args: Any) -> tuple[Any, str | None]:
@@ -275,6 +286,7 @@ class GoodCheckpoints:
     def _set_aside(self, steps: list[int]) -> None:
         if not steps:
             return
+        self._marked -= set(steps)
         if jax.process_index() == 0:
             (self.directory / BROKEN).mkdir(exist_ok=True)
             for step in steps:
@@ -298,7 +310,7 @@ class GoodCheckpoints:
         warnings.warn(
             f"the checkpoint of step {step} was not written: {first_line(why)}. The others, of steps "
             f"{list(self.steps)}, are untouched",
-            stacklevel=4,
+            stacklevel=3,
         )
 
     def _warn(self, damage: dict[int, str], instead: str) -> None:
@@ -311,6 +323,20 @@ def _by_name(value: Any) -> dict[str, Any]:
     composite = require("orbax.checkpoint", "recovery", "GoodCheckpoints").args.Composite
     named = value.items() if isinstance(value, composite) else [("default", value)]
     return {name: item for name, item in named if item is not None}
+
+
+def _try_to_write(path: Any, value: Any) -> bool:
+    try:
+        write_json(path, value)
+    except OSError as error:
+        warnings.warn(f"{path} could not be written: {first_line(error)}", stacklevel=3)
+        return False
+    return True
+
+
+def _of_the_disk(error: Exception) -> bool:
+    """Whether the system refused to write, which TensorStore tells by an error of another type."""
+    return isinstance(error, OSError) or "os_error_code" in str(error)
 
 
 def _list(damage: dict[int, str]) -> str:
