@@ -254,7 +254,8 @@ class Recovery:
         recovery._remember(state)
         recovery._places = Places.from_json(recovery.config.grace, state["places"])
         recovery._policy.decisions = Decisions.from_json(state["decisions"])
-        recovery._policy.second_try = state["second_try"] and SecondTry(**state["second_try"])
+        if state["second_try"] is not None:
+            recovery._policy.second_try = SecondTry.from_json(state["second_try"])
         if state["pending"] is not None:
             recovery.pending = _ending(state["pending"])
         if state["before"] is not None:
