@@ -24,14 +24,8 @@ SMALL = RecoveryConfig(
     max_rewinds=12,
     max_replayed=2000,
 )
-SEEDS = pytest.mark.parametrize("seed", range(3))
+SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 VERIFY = pytest.mark.parametrize("verify", [False, True])
-
-
-def summary(run):
-    return [
-        (action.name, getattr(action, "to", None), str(getattr(action, "skip", ""))) for action in run.actions
-    ]
 
 
 @VERIFY
@@ -47,14 +41,14 @@ def test_a_run_without_faults_is_left_alone(seed, verify):
 
 @SEEDS
 def test_a_hundred_benign_spikes_cause_no_rewind(seed):
-    spikes = {100 + 30 * i: 0.5 + 3.0 * (i % 7) for i in range(100)}
-    run = train(World(seed, once=spikes), CONFIG, 3200)
+    spikes = {400 + 30 * i: 1.0 + 3.0 * (i % 7) for i in range(100)}
+    run = train(World(seed, once=spikes), CONFIG, 3500)
     assert not run.actions
     assert [entry["event"] for entry in run.log] == ["benign"] * 100
     assert len(run.recovery.good_steps) > 5
 
 
-@pytest.mark.parametrize("bad", [range(500, 501), range(500, 520), range(500, 530)])
+@pytest.mark.parametrize("bad", [range(500, 501), range(500, 530)])
 @VERIFY
 @SEEDS
 def test_a_short_bad_range_costs_one_rewind_and_is_left_out(seed, verify, bad):
@@ -71,6 +65,7 @@ def test_a_short_bad_range_costs_one_rewind_and_is_left_out(seed, verify, bad):
     check_data(run)
 
 
+@pytest.mark.slow
 @SEEDS
 def test_a_long_bad_range_is_left_out_with_widening_skips_and_no_mitigation(seed):
     run = train(World(seed, bad_data=range(500, 700)), CONFIG, 1500)
@@ -104,6 +99,7 @@ def test_what_a_rerun_does_not_show_is_hardware_and_no_data_are_left_out(seed):
         check_data(run)
 
 
+@pytest.mark.slow
 @SEEDS
 def test_a_second_result_that_is_not_reproducible_asks_for_other_devices(seed):
     run = train(World(seed, once={500: "flip", 700: "flip"}), CONFIG, 1200, verify=True)
@@ -125,6 +121,7 @@ def test_without_verify_a_one_off_fault_costs_some_batches_and_is_not_called_cer
     assert "one-off" in over["because"]
 
 
+@pytest.mark.slow
 @SEEDS
 def test_innocent_batches_are_trained_in_the_end(seed):
     run = train(World(seed, once={500: "flip", 700: "flip"}), CONFIG, 1500)
@@ -148,6 +145,7 @@ def test_batches_that_blow_up_again_are_guilty_and_the_others_not(seed):
     check_data(run)
 
 
+@pytest.mark.slow
 @SEEDS
 def test_a_state_that_was_bad_before_the_loss_showed_it_is_cured_further_back(seed):
     world = World(seed, once={500: "sick"})
@@ -178,6 +176,7 @@ def test_what_no_rung_cures_ends_with_a_report_for_a_person(seed, verify):
     assert {action.mitigation.factor for action in run.rewinds if action.mitigation} == {0.5, 0.25}
 
 
+@pytest.mark.slow
 @VERIFY
 @SEEDS
 def test_a_learning_rate_that_must_stay_low_is_named(seed, verify):
@@ -186,6 +185,7 @@ def test_a_learning_rate_that_must_stay_low_is_named(seed, verify):
     assert "once it was raised again" in run.stop.report
 
 
+@pytest.mark.slow
 @SEEDS
 def test_a_learning_rate_that_is_too_high_for_a_while_is_passed_with_the_mitigation(seed):
     run = train(World(seed, hot_from=500, hot_until=900, hot_lr=0.5), CONFIG, 2500)
@@ -238,7 +238,8 @@ def worlds(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
 @given(worlds(), st.booleans(), st.sampled_from([1, 7, 20, 64]))
 def test_whatever_happens_it_ends_and_the_data_are_accounted_for(world, verify, every):
     run = train(world, SMALL, 400, verify=verify, every=every)
@@ -248,29 +249,52 @@ def test_whatever_happens_it_ends_and_the_data_are_accounted_for(world, verify, 
     assert len(run.rewinds) <= SMALL.max_rewinds
     assert run.stop is not None or max(run.line) == 400
     check_data(run)
-    assert SkipRanges.from_json(decisions["guilty"]) - run.recovery.left_out == SkipRanges()
+    assert not SkipRanges.from_json(decisions["guilty"]) - run.recovery.left_out
 
 
-@settings(max_examples=15, deadline=None)
-@given(worlds(), st.booleans())
-def test_the_same_numbers_give_the_same_actions_and_a_reload_at_every_step_changes_nothing(world, verify):
-    run, same = (train(world, SMALL, 300, verify=verify) for _ in range(2))
-    reloaded = train(world, SMALL, 300, verify=verify, reload=True)
+def check_same(world, verify):
+    run, same = (train(world, SMALL, 200, verify=verify) for _ in range(2))
+    reloaded = train(world, SMALL, 200, verify=verify, reload=True)
     assert run.actions == same.actions == reloaded.actions
     assert str(run.losses) == str(same.losses) == str(reloaded.losses)
     assert run.log == same.log == reloaded.log
     assert run.recovery.state_dict() == reloaded.recovery.state_dict()
 
 
-@settings(max_examples=40, deadline=None)
-@given(worlds(), st.lists(st.integers(1, 1500), max_size=20), st.sampled_from([5, 20]))
-def test_a_run_that_is_killed_decides_like_one_that_is_not(world, kills, every):
-    world = replace(world, once={})  # what happens once may happen at another step after a kill
-    run = train(world, SMALL, 300, every=every)
-    killed = train(world, SMALL, 300, every=every, kills=kills)
+def check_killed(world, kills, every):
+    run = train(world, SMALL, 200, every=every)
+    killed = train(world, SMALL, 200, every=every, kills=kills)
     assert killed.line == run.line
     assert killed.recovery.left_out == run.recovery.left_out
-    assert [x["action"] for x in killed.log if x["event"] == "rewind"] == [
-        x["action"] for x in run.log if x["event"] == "rewind"
-    ]
+    rewinds, whole = ([x["action"] for x in each.log if x["event"] == "rewind"] for each in (killed, run))
+    assert rewinds == whole
     assert (killed.stop and killed.stop.report) == (run.stop and run.stop.report)
+
+
+TROUBLED = World(bad_data=(60, 90), hot_from=120, hot_until=160, hot_lr=0.5)
+
+
+def test_the_same_numbers_give_the_same_actions_and_a_reload_at_every_step_changes_nothing():
+    check_same(replace(TROUBLED, once={100: "flip", 150: 3.0}), verify=False)
+
+
+def test_a_run_that_is_killed_decides_like_one_that_is_not():
+    assert len(train(TROUBLED, SMALL, 200).rewinds) > 3
+    for first in range(0, 60, 20):
+        check_killed(TROUBLED, range(first + 100, 1000, 61), every=5)
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(worlds(), st.booleans())
+def test_a_reload_at_every_step_changes_nothing_in_any_world(world, verify):
+    check_same(world, verify)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
+@given(worlds(), st.lists(st.integers(1, 1500), max_size=20), st.sampled_from([5, 20]))
+def test_a_run_that_is_killed_decides_like_one_that_is_not_in_any_world(world, kills, every):
+    check_killed(
+        replace(world, once={}), kills, every
+    )  # what happens once may come at another step after a kill
