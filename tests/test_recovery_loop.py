@@ -258,3 +258,26 @@ def test_after_a_stop_the_run_resumes_at_the_checkpoint_that_is_believed_good():
 def test_a_state_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="state must be what state_dict returned, of version 1, got None"):
         Recovery.load(SMALL, {})
+
+
+@pytest.mark.parametrize("every", [1, 3, 20])
+@pytest.mark.parametrize("recent", [1, 2, None])
+def test_there_are_good_checkpoints_however_often_is_saved_and_however_few_are_kept(every, recent):
+    recovery, disk = Recovery(RecoveryConfig(grace=32)), []
+    for step in range(1, 500):
+        recovery.observe(step, step, 2.0 + 0.01 * (step % 7), data_index=step - 1)
+        if step % every == 0:
+            disk.append(step)
+            if recent is not None:  # the newest, the newest good one, and the first that is not judged yet
+                good = [x for x in disk if x in recovery.good_steps]
+                unjudged = [x for x in disk if x not in recovery.good_steps]
+                disk = sorted({*disk[-recent:], *good[-1:], *unjudged[:1]})
+            recovery.saved(step, step, kept=disk)
+            assert len(recovery.state_dict()["places"]) <= 16
+        if step > 200:
+            assert recovery.good_steps
+            assert step - recovery.good_steps[-1] < 2 * (32 + every)
+    if recent is None:
+        back = [500 - x for x in recovery.good_steps]
+        assert back[0] > 400
+        assert any(80 < x < 300 for x in back)
