@@ -46,10 +46,10 @@ def test_an_action_must_be_carried_out_before_anything_else():
             call()
     with pytest.raises(ValueError, match="to must be at most the action's step 90, got 95"):
         recovery.rewound(action, to=95)
-    with pytest.raises(ValueError, match="action must be the Rewind that observe returned last"):
+    with pytest.raises(ValueError, match="action must be the Rewind that observe or judged returned last"):
         recovery.rewound(Rewind(90, 90, SkipRanges(), None, ""))
     recovery.rewound(action)
-    with pytest.raises(ValueError, match="action must be the Rewind that observe returned last"):
+    with pytest.raises(ValueError, match="action must be the Rewind that observe or judged returned last"):
         recovery.rewound(action)
     assert recovery.observe(500, 91, 2.0, data_index=90) == Continue()
 
@@ -61,6 +61,8 @@ def test_order_of_steps():
         recovery.observe(0, 6, 2.0, data_index=5)
     with pytest.raises(ValueError, match="step must rise from call to call, got 5 after 5"):
         recovery.observe(1, 5, 2.0, data_index=5)
+    with pytest.raises(ValueError, match="data_index must be at least 0, got -1"):
+        recovery.observe(1, 6, 2.0, data_index=-1)
     with pytest.raises(ValueError, match="step must be the one that was observed last, 5, got 4"):
         recovery.saved(4, 4)
 
@@ -158,6 +160,17 @@ def test_the_skip_never_reaches_back_behind_the_checkpoint():
     assert (action.to, str(action.skip)) == (0, "[0, 8)")
 
 
+def test_data_indices_that_begin_anew_each_epoch_break_nothing():
+    recovery, index = Recovery(SMALL), 0
+    for step in range(1, 58):
+        recovery.observe(step, step, 2.0, data_index=index)
+        index = (index + 1) % 16
+        if step % 10 == 0:
+            recovery.saved(step, index)
+    action = recovery.observe(58, 58, math.nan, data_index=0)
+    assert (action.to, action.data_index) == (40, 8)
+
+
 def test_judged_takes_only_the_action_that_waits_and_the_three_verdicts():
     recovery = Recovery(SMALL)
     action = until_action(recovery)
@@ -165,7 +178,7 @@ def test_judged_takes_only_the_action_that_waits_and_the_three_verdicts():
         ValueError, match="verdict must be one of 'not reproduced', 'data', 'state', got 'cosmic'"
     ):
         recovery.judged(action, "cosmic")
-    with pytest.raises(ValueError, match="action must be the Rewind that observe returned last"):
+    with pytest.raises(ValueError, match="action must be the Rewind that observe or judged returned last"):
         recovery.judged(Continue(), "data")
     again = recovery.judged(action, "not reproduced")
     assert (again.to, len(again.skip)) == (90, 0)
@@ -227,7 +240,7 @@ def test_a_rewind_cut_short_by_a_crash_is_carried_out_first():
             recovery.saved(step, step)
     log = json.loads(json.dumps(log))
     bad = Recovery.load(SMALL, states[105], journal=log)
-    assert bad.pending == action
+    assert bad.pending == action == bad.judged(action, "data")
     bad.rewound(bad.pending)
     assert bad.left_out == action.skip
     good = Recovery.load(SMALL, states[90], journal=log)  # all newer ones were retired already

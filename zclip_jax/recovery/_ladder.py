@@ -62,7 +62,8 @@ def choose(
     if why:
         return Halt(likely_cause([*decisions.incidents[decisions.since_stop :], incident]), why)
     if choice.skip is not None and not tried:  # what the checkpoint was trained on can't be left out
-        choice = replace(choice, skip=(max(choice.skip[0], choice.place.data_index), choice.skip[1]))
+        start, stop = choice.skip
+        choice = replace(choice, skip=(min(max(start, choice.place.data_index), stop), stop))
     return choice
 
 

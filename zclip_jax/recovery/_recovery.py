@@ -121,6 +121,8 @@ class Recovery:
         """
         update, step, data_index, loss = index(update), index(step), index(data_index), float(loss)
         self._check_order(update, step)
+        if data_index < 0:
+            raise ValueError(f"data_index must be at least 0, got {data_index}")
         self.update, self.step = update, step
         self._trail.steps.append((step, data_index))
         verdict, alarms = self._detector.observe(loss), list(alarms)
@@ -185,8 +187,9 @@ class Recovery:
           ValueError: `action` is not the Rewind that waits, or the verdict is none of the three.
         """
         check_choice("verdict", verdict, VERDICTS)
-        if self._before is None or action != self.pending:
-            raise ValueError(f"action must be the Rewind that observe returned last, got {action!r}")
+        waiting = self._waiting(action)
+        if self._before is None:  # taken from the log after a crash: it was judged, or not, before that
+            return waiting
         count = self._policy.decisions.count
         self._policy.decisions, incident, evidence = self._before
         self._policy.decisions.count = count
@@ -202,11 +205,10 @@ class Recovery:
         Raises:
           ValueError: `action` is not the Rewind that waits, or `to` is after its step.
         """
-        if not isinstance(action, Rewind) or action != self.pending:
-            raise ValueError(f"action must be the Rewind that observe returned last, got {action!r}")
-        to = action.to if to is None else to
-        if to > action.to:
-            raise ValueError(f"to must be at most the action's step {action.to}, got {to}")
+        most = self._waiting(action).to
+        to = most if to is None else to
+        if to > most:
+            raise ValueError(f"to must be at most the action's step {most}, got {to}")
         self._land(to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -289,6 +291,12 @@ class Recovery:
             raise ValueError(f"update must rise from call to call, got {update} after {self.update}")
         if step <= self.step and (self._trail.steps or step < self.step):
             raise ValueError(f"step must rise from call to call, got {step} after {self.step}")
+
+    def _waiting(self, action: Action) -> Rewind:
+        if not isinstance(action, Rewind) or action != self.pending:
+            got = f"a {type(action).__name__} to {getattr(action, 'to', 'no step')}"
+            raise ValueError(f"action must be the Rewind that observe or judged returned last, got {got}")
+        return action
 
     def _check_done(self):
         if self.pending is not None:
