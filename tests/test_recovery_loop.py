@@ -273,8 +273,7 @@ def test_a_state_of_another_kind_is_refused():
         Recovery.load(SMALL, {})
 
 
-@pytest.mark.parametrize("every", [1, 3, 20])
-@pytest.mark.parametrize("recent", [1, 2, None])
+@pytest.mark.parametrize(("every", "recent"), [(1, 1), (3, 2), (1, None), (20, None)])
 def test_there_are_good_checkpoints_however_often_is_saved_and_however_few_are_kept(every, recent):
     recovery, disk = Recovery(RecoveryConfig(grace=32)), []
     for step in range(1, 500):

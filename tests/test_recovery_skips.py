@@ -5,7 +5,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zclip_jax.recovery import RecoveryLog, SkipRanges
@@ -39,6 +39,7 @@ def test_ranges_are_sorted_disjoint_and_apart(pairs):
     assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges))
 
 
+@settings(max_examples=20, deadline=None)
 @given(PAIRS)
 def test_ranges_come_back_from_json_and_from_a_file(tmp_path_factory, pairs):
     skips, path = SkipRanges(pairs), tmp_path_factory.mktemp("skips") / "skip.json"
