@@ -14,6 +14,7 @@ from zclip_jax.recovery import (
     Mitigation,
     Recovery,
     RecoveryConfig,
+    RecoveryLog,
     Rewind,
     SkipRanges,
     Stop,
@@ -293,3 +294,12 @@ def test_there_are_good_checkpoints_however_often_is_saved_and_however_few_are_k
         back = [500 - x for x in recovery.good_steps]
         assert back[0] > 400
         assert any(80 < x < 300 for x in back)
+
+
+def test_a_log_that_can_not_be_written_stops_no_training(tmp_path):
+    recovery = Recovery(SMALL, RecoveryLog(tmp_path).append)  # a folder
+    with pytest.warns(UserWarning, match="the log of recovery lost its entry 'rewind' of step 108"):
+        action = until_action(recovery)
+    with pytest.warns(UserWarning, match="lost its entry 'rewound' of step 90"):
+        recovery.rewound(action)
+    assert recovery.observe(500, 91, 2.0, data_index=90) == Continue()

@@ -1,6 +1,7 @@
 """`Recovery`: watches the loss, and says when to rewind, where to, and what to leave out."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from operator import index
@@ -38,7 +39,7 @@ class Recovery:
     Args:
       config: the numbers; None for the defaults.
       record: called with each entry of the log, a dict ready for JSON, such as `RecoveryLog(path).append` on one
-        process; None for no log.
+        process; None for no log. An OSError of it is only warned of.
 
     Examples:
       A loop keeps a checkpoint every ten steps, and from step 55 on the loss is high:
@@ -327,7 +328,12 @@ class Recovery:
     def _log(self, event, **fields):
         if self._record is not None:
             place = {"event": event, "update": self.update, "step": self.step}
-            self._record(finite_json({**place, **fields}))
+            try:
+                self._record(finite_json({**place, **fields}))
+            except OSError as error:  # a full disk stops no training
+                warnings.warn(
+                    f"the log of recovery lost its entry {event!r} of step {self.step}: {error}", stacklevel=2
+                )
 
 
 def _ending(value: dict[str, Any]) -> Rewind | Stop:
