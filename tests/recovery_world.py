@@ -22,6 +22,7 @@ class World:
     hot_from: int | None = (
         None  # from this step on the state breaks within `hot_steps` steps, unless lr is lowered
     )
+    hot_until: float = math.inf
     hot_steps: int = 40
     hot_lr: float = 0.0  # up to this factor of the learning rate it does not
     once: dict = field(default_factory=dict)  # update -> "flip", "sick", "nan" or a height of a benign spike
@@ -44,7 +45,12 @@ class World:
         if fuse is not None:
             fuse -= 1
             broken = broken or fuse <= 0
-        if self.hot_from is not None and step >= self.hot_from and lr > self.hot_lr and fuse is None:
+        if (
+            self.hot_from is not None
+            and self.hot_from <= step < self.hot_until
+            and lr > self.hot_lr
+            and fuse is None
+        ):
             fuse = random.Random(self.seed * 7919 + data_index).randint(2, self.hot_steps)
         if event == "flip":
             broken = True
@@ -69,86 +75,131 @@ class World:
 
 @dataclass
 class Run:
-    actions: list = field(default_factory=list)  # (update, action)
+    actions: list = field(default_factory=list)
     losses: list = field(default_factory=list)  # of all updates
-    line: dict = field(default_factory=dict)  # step -> data index, of what was not undone
+    line: dict = field(default_factory=dict)  # step -> (data index, loss), of what was not undone
     log: list = field(default_factory=list)
+    disk: dict = field(default_factory=dict)  # step -> (state, data index, the recovery's state)
     stop: Stop | None = None
     recovery: Recovery | None = None
+    kills: set = field(default_factory=set)
+    moments: int = 0
 
     @property
     def rewinds(self):
-        return [action for _, action in self.actions if isinstance(action, Rewind)]
+        return [action for action in self.actions if isinstance(action, Rewind)]
 
     @property
     def causes(self):
         return [entry["cause"] for entry in self.log if entry["event"] == "over"]
 
-    def events(self, name):
-        return [entry for entry in self.log if entry["event"] == name]
+    def moment(self):
+        """A moment at which the process may be killed."""
+        self.moments += 1
+        if self.moments in self.kills:
+            raise KilledError
+
+    def rewind(self, to):
+        for step in sorted(self.disk, reverse=True):
+            if step > to:
+                del self.disk[step]
+                self.moment()
+        self.line = {step: x for step, x in self.line.items() if step <= to}
 
 
-def train(world, config, num_steps, *, every=20, verify=False, reload=False, obey_retry=True, most=50_000):
-    """The loop; `reload` puts the recovery's state through JSON after every call."""
-    run = Run()
-    recovery = Recovery(config, run.log.append)
-    state, data_index, skips, update = (0, 0.0, False, None), 0, SkipRanges(), 0
-    checkpoints = {0: (state, 0)}
-    recovery.saved(0, 0)
+class KilledError(Exception):
+    pass
 
-    def again():
-        if not reload:
-            return recovery
-        return Recovery.load(
-            config, json.loads(json.dumps(recovery.state_dict(), allow_nan=False)), record=run.log.append
-        )
+
+def train(world, config, num_steps, kills=(), **options):
+    """Trains until `num_steps` or a stop; at each of `kills`, counted in moments, it dies and starts anew."""
+    run = Run(kills=set(kills))
+    while True:
+        try:
+            return process(run, world, config, num_steps, **options)
+        except KilledError:
+            pass
+
+
+def process(run, world, config, num_steps, every=20, verify=False, reload=False, obey_retry=True):
+    """One process; `reload` puts the recovery's state through JSON after every call."""
+
+    def written(recovery):
+        return json.loads(json.dumps(recovery.state_dict(), allow_nan=False))
+
+    def again(recovery):
+        return Recovery.load(config, written(recovery), record=run.log.append) if reload else recovery
+
+    if not run.disk:
+        recovery = Recovery(config, run.log.append)
+        run.disk[0] = (0, 0.0, False, None), 0, written(recovery)
+    step = max(run.disk)
+    state, data_index, saved = run.disk[step]
+    recovery = Recovery.load(config, saved, journal=run.log, record=run.log.append)
+    if isinstance(recovery.pending, Rewind):
+        to = recovery.pending.to
+        run.rewind(to)
+        state, data_index, _ = run.disk[to]
+        recovery.rewound(recovery.pending)
+    else:
+        run.rewind(step)
+        recovery.saved(step, data_index, kept=run.disk)
+    skips = recovery.skips
 
     while state[0] < num_steps:
-        update += 1
-        assert update < most, "an endless loop"
+        assert len(run.losses) < 100_000, "an endless loop"
         data_index = skips.after(data_index)
         active = recovery.mitigation(state[0] + 1)
-        loss, state = world.step(state, data_index, update, lr=active.factor if active else 1.0)
+        loss, state = world.step(state, data_index, len(run.losses) + 1, lr=active.factor if active else 1.0)
         run.losses.append(loss)
-        run.line[state[0]] = data_index
-        action = recovery.observe(update, state[0], loss, data_index=data_index)
-        recovery = again()
+        run.line[state[0]] = data_index, loss
+        run.moment()
+        action = recovery.observe(recovery.update + 1, state[0], loss, data_index=data_index)
         data_index += 1
+        run.moment()
+        recovery = again(recovery)
         if verify and isinstance(action, Rewind):
-            action = judge(world, checkpoints, recovery, action)
-            recovery = again()
+            action = judge(world, run.disk, recovery, action)
+            recovery = again(recovery)
         if action.name != "continue":
-            run.actions.append((update, action))
+            run.actions.append(action)
         if isinstance(action, Stop):
             run.stop = action
             break
         if isinstance(action, Rewind):
-            checkpoints = {step: x for step, x in checkpoints.items() if step <= action.to}
-            state, data_index = checkpoints[action.to]
+            run.rewind(action.to)
+            state, data_index, _ = run.disk[action.to]
             assert data_index == action.data_index
             skips = action.skip
-            run.line = {step: x for step, x in run.line.items() if step <= action.to}
             recovery.rewound(action)
+            run.moment()
         elif isinstance(action, Retry) and obey_retry:
             data_index, skips = action.data_index, action.skip
-        elif state[0] % every == 0:
-            checkpoints[state[0]] = state, data_index
-            recovery.saved(state[0], data_index, kept=checkpoints)
-        recovery = again()
-        assert skips == recovery.skips or not obey_retry or recovery._policy.second_try is None
+        if state[0] % every == 0 and state[0] not in run.disk:
+            run.disk[state[0]] = state, data_index, written(recovery)
+            run.moment()
+            recovery.saved(state[0], data_index, kept=run.disk)
+        recovery = again(recovery)
     run.recovery = recovery
     return run
 
 
-def judge(world, checkpoints, recovery, action):
-    state, data_index = checkpoints[action.to]
-    until = recovery.step
-    if not world.blows_up(state, data_index, until, recovery._before[0].skips):
-        kind = "not reproduced"
-    elif world.blows_up(
-        state, data_index, until, recovery._before[0].skips | SkipRanges((action.evidence["suspects"],))
-    ):
-        kind = "state"
-    else:
-        kind = "data"
-    return recovery.judged(action, kind)
+def judge(world, disk, recovery, action):
+    """What `verify` finds out: whether a re-run blows up, and whether it does without the suspect batches."""
+    state, data_index, _ = disk[action.to]
+    known = recovery._before[0].skips
+    suspects = SkipRanges([action.evidence["suspects"]])
+    if not world.blows_up(state, data_index, recovery.step, known):
+        return recovery.judged(action, "not reproduced")
+    reproduced = world.blows_up(state, data_index, recovery.step, known | suspects)
+    return recovery.judged(action, "state" if reproduced else "data")
+
+
+def check_data(run):
+    """Every batch up to the last was trained exactly once, or is listed as left out."""
+    trained = [data_index for data_index, _ in run.line.values()]
+    assert len(trained) == len(set(trained))
+    if run.recovery._policy.second_try is None:
+        left_out = {i for start, stop in run.recovery.left_out.ranges for i in range(start, stop)}
+        assert not left_out & set(trained)
+        assert left_out | set(trained) >= set(range(max(trained) + 1))

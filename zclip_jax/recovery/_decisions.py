@@ -38,8 +38,9 @@ class Incident:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Incident":
         """The reverse of `dataclasses.asdict`."""
-        incident = cls(**value)
-        return replace(incident, skipped=incident.skipped and (incident.skipped[0], incident.skipped[1]))
+        skipped: Any = value["skipped"]
+        fields: dict[str, Any] = {**value, "skipped": None if skipped is None else tuple(skipped)}
+        return cls(**fields)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """What to do about a blow-up: a pure function of what was done before."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zclip_jax.recovery import _decisions as levels
 from zclip_jax.recovery._actions import ExitCode, Mitigation
@@ -56,10 +56,15 @@ def choose(
             "unknown", "no checkpoint from before the blow-up is known, so there is nothing to go back to"
         )
     choice = _choose(config, decisions, incident, places, tried)
-    why = "" if isinstance(choice, Halt) else _over_budget(config, decisions, incident, choice.place)
-    return (
-        Halt(likely_cause([*decisions.incidents[decisions.since_stop :], incident]), why) if why else choice
-    )
+    if isinstance(choice, Halt):
+        return choice
+    why = _over_budget(config, decisions, incident, choice.place)
+    if why:
+        return Halt(likely_cause([*decisions.incidents[decisions.since_stop :], incident]), why)
+    if choice.skip is not None and not tried:  # what the checkpoint was trained on can't be left out
+        start, stop = choice.skip
+        choice = replace(choice, skip=(min(max(start, choice.place.data_index), stop), stop))
+    return choice
 
 
 def _choose(

@@ -19,8 +19,8 @@ class Place:
 class Places:
     """Checkpoints by step, each with what the detector knew when it was saved.
 
-    At most `MOST` are kept, dense near the present and sparse far back, and none within a quarter of `grace` steps
-    of the one before: where every step is saved, a few of the checkpoints are enough.
+    At most `MOST` are kept, dense near the present and sparse far back. The oldest that is not known to be good yet
+    is always among them: it is the next to be.
     """
 
     def __init__(self, grace: int):
@@ -35,20 +35,16 @@ class Places:
 
     def add(self, place: Place, memory: Any) -> None:
         """Notes a checkpoint that was just saved."""
-        self.keep([x for x in self.all if x.step < place.step])
-        if self.all and not self.all[-1].good and 4 * (place.step - self.all[-1].step) < self.grace:
-            return
-        self.all.append(place)
+        self.keep([*(x for x in self.all if x.step < place.step), place])
         self.memories[place.step] = memory
         if len(self.all) > MOST:
-            inner = range(1, len(self.all) - 1)
+            following = next(i for i, x in enumerate(self.all) if not x.good)
+            inner = [i for i in range(1, MOST) if i != following]
             crowded = min(inner, key=lambda i: self._room(i, place.step))
             self.keep([x for i, x in enumerate(self.all) if i != crowded])
 
     def _room(self, i: int, step: int) -> float:
-        """How far apart the neighbours of a place are, as a share of its age; no end for one not known to be good."""
-        if not self.all[i].good:
-            return float("inf")
+        """How far apart the neighbours of a place are, as a share of its age."""
         return (self.all[i + 1].step - self.all[i - 1].step) / (step - self.all[i].step)
 
     def confirm(self, step: int) -> None:

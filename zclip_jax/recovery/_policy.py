@@ -71,8 +71,8 @@ class Policy:
         tried = self.second_try
         ending = tried and tried.follow(step, data_index, calm, self.config.grace)
         if tried and ending:
-            if ending == "passed":
-                self.decisions.mark_innocent(tried.span, step)
+            if ending == "passed" and tried.ended is not None:
+                self.decisions.mark_innocent(tried.span, tried.ended)
             self.log(f"second try {ending}", batches=tried.span)
             self.second_try = None
 

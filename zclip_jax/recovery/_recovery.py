@@ -1,6 +1,7 @@
 """`Recovery`: watches the loss, and says when to rewind, where to, and what to leave out."""
 
 import math
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from operator import index
@@ -38,7 +39,7 @@ class Recovery:
     Args:
       config: the numbers; None for the defaults.
       record: called with each entry of the log, a dict ready for JSON, such as `RecoveryLog(path).append` on one
-        process; None for no log.
+        process; None for no log. An OSError of it is only warned of.
 
     Examples:
       A loop keeps a checkpoint every ten steps, and from step 55 on the loss is high:
@@ -121,6 +122,8 @@ class Recovery:
         """
         update, step, data_index, loss = index(update), index(step), index(data_index), float(loss)
         self._check_order(update, step)
+        if data_index < 0:
+            raise ValueError(f"data_index must be at least 0, got {data_index}")
         self.update, self.step = update, step
         self._trail.steps.append((step, data_index))
         verdict, alarms = self._detector.observe(loss), list(alarms)
@@ -185,8 +188,9 @@ class Recovery:
           ValueError: `action` is not the Rewind that waits, or the verdict is none of the three.
         """
         check_choice("verdict", verdict, VERDICTS)
-        if self._before is None or action != self.pending:
-            raise ValueError(f"action must be the Rewind that observe returned last, got {action!r}")
+        waiting = self._waiting(action)
+        if self._before is None:  # taken from the log after a crash: it was judged, or not, before that
+            return waiting
         count = self._policy.decisions.count
         self._policy.decisions, incident, evidence = self._before
         self._policy.decisions.count = count
@@ -202,11 +206,10 @@ class Recovery:
         Raises:
           ValueError: `action` is not the Rewind that waits, or `to` is after its step.
         """
-        if not isinstance(action, Rewind) or action != self.pending:
-            raise ValueError(f"action must be the Rewind that observe returned last, got {action!r}")
-        to = action.to if to is None else to
-        if to > action.to:
-            raise ValueError(f"to must be at most the action's step {action.to}, got {to}")
+        most = self._waiting(action).to
+        to = most if to is None else to
+        if to > most:
+            raise ValueError(f"to must be at most the action's step {most}, got {to}")
         self._land(to)
 
     def state_dict(self) -> dict[str, Any]:
@@ -254,7 +257,8 @@ class Recovery:
         recovery._remember(state)
         recovery._places = Places.from_json(recovery.config.grace, state["places"])
         recovery._policy.decisions = Decisions.from_json(state["decisions"])
-        recovery._policy.second_try = state["second_try"] and SecondTry(**state["second_try"])
+        if state["second_try"] is not None:
+            recovery._policy.second_try = SecondTry.from_json(state["second_try"])
         if state["pending"] is not None:
             recovery.pending = _ending(state["pending"])
         if state["before"] is not None:
@@ -289,6 +293,12 @@ class Recovery:
         if step <= self.step and (self._trail.steps or step < self.step):
             raise ValueError(f"step must rise from call to call, got {step} after {self.step}")
 
+    def _waiting(self, action: Action) -> Rewind:
+        if not isinstance(action, Rewind) or action != self.pending:
+            got = f"a {type(action).__name__} to {getattr(action, 'to', 'no step')}"
+            raise ValueError(f"action must be the Rewind that observe or judged returned last, got {got}")
+        return action
+
     def _check_done(self):
         if self.pending is not None:
             what = "carried out: then call rewound(action)" if isinstance(self.pending, Rewind) else "obeyed"
@@ -318,7 +328,12 @@ class Recovery:
     def _log(self, event, **fields):
         if self._record is not None:
             place = {"event": event, "update": self.update, "step": self.step}
-            self._record(finite_json({**place, **fields}))
+            try:
+                self._record(finite_json({**place, **fields}))
+            except OSError as error:  # a full disk stops no training
+                warnings.warn(
+                    f"the log of recovery lost its entry {event!r} of step {self.step}: {error}", stacklevel=2
+                )
 
 
 def _ending(value: dict[str, Any]) -> Rewind | Stop:

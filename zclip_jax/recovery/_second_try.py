@@ -1,6 +1,7 @@
 """Batches that were left out, trained after all."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from zclip_jax.recovery._skips import SkipRanges
 
@@ -15,8 +16,11 @@ class SecondTry:
     begun: bool = False
     ended: int | None = None  # the step at which the data were back
 
-    def __post_init__(self):
-        self.span = (self.span[0], self.span[1])  # JSON has lists
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> "SecondTry":
+        """The reverse of `dataclasses.asdict`."""
+        fields: dict[str, Any] = {**value, "span": tuple(value["span"])}
+        return cls(**fields)
 
     def detour(self, skips: SkipRanges) -> SkipRanges:
         """What the data leave out from the span on: the earlier skips but these, and all up to the frontier."""
