@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -316,3 +318,52 @@ def test_metadata_of_any_json(checkpoints):
     assert checkpoints.save(2, Save(state_of(2)))
     assert checkpoints.metadata(2) is None
     assert json.loads((checkpoints.directory / "1" / "zclip_files.json").read_text())
+
+
+FULL_DISK = """
+import resource, signal, sys, warnings
+import jax.numpy as jnp, numpy as np, orbax.checkpoint as ocp
+from zclip_jax.recovery import GoodCheckpoints
+
+def save(step):
+    state = {"w": jnp.asarray(np.random.default_rng(step).normal(size=300_000))}
+    return checkpoints.save(step, ocp.args.StandardSave(state), {"step": step})
+
+options = ocp.CheckpointManagerOptions(enable_async_checkpointing=sys.argv[2] == "async")
+checkpoints = GoodCheckpoints(ocp.CheckpointManager(sys.argv[1], options=options))
+assert save(1)
+checkpoints.wait_until_finished()
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+most, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for step, limit in ((2, 100_000), (3, 0)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        save(step)
+        checkpoints.mark_good(1)
+        checkpoints.wait_until_finished()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
+told = [str(warning.message) for warning in caught]
+for step in (2, 3):
+    assert any(f"the checkpoint of step {step} was not written: " in text for text in told), told
+assert checkpoints.steps == (1,)
+assert save(4)
+assert checkpoints.latest_whole() == 4
+assert checkpoints.steps == (1, 4)
+step, state = checkpoints.restore(1, ocp.args.StandardRestore({"w": jnp.zeros(300_000)}))
+assert step == 1
+assert (state["w"] == jnp.asarray(np.random.default_rng(1).normal(size=300_000))).all()
+checkpoints.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["async", "at once"])
+def test_a_full_disk_is_a_warning(how, tmp_path):
+    """Files may not grow, which the system reports in the same places as a full disk."""
+    command = [sys.executable, "-c", FULL_DISK, str(tmp_path / "ckpt"), how]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert not list((tmp_path / "ckpt").glob("*tmp*"))

@@ -129,15 +129,18 @@ class GoodCheckpoints:
             return False
         given = {name: getattr(item, "item", None) for name, item in _by_name(args).items()}
         about = {"metadata": metadata, "sums": sums(given)}
-        self._saving = step
-        try:
-            if self.manager.save(step, args=args, custom_metadata={OURS: {**about, "crc": crc(about)}}):
-                return True
-            self._lost("Orbax wrote nothing")
-        except Exception as error:
-            if not _of_the_disk(error):
-                raise
-            self._lost(error)
+        # An error of an earlier save comes up here too, out of Orbax's threads: so one process alone tries twice.
+        for again in (True, False) if jax.process_count() == 1 else (False,):
+            self._saving = step
+            try:
+                if self.manager.save(step, args=args, custom_metadata={OURS: {**about, "crc": crc(about)}}):
+                    return True
+                self._lost("Orbax wrote nothing")
+                return False
+            except Exception as error:
+                if not _of_the_disk(error):
+                    raise
+                self._lost(error, silently=again)
         return False
 
     def wait_until_finished(self) -> None:
@@ -300,13 +303,15 @@ class GoodCheckpoints:
         _sync("set aside")
         self.manager.reload()
 
-    def _lost(self, why: Any) -> None:
+    def _lost(self, why: Any, silently: bool = False) -> None:
         step, self._saving = self._saving, None
         self.manager.reload()  # Orbax no longer counts those that it would have deleted after the save
         if jax.process_index() == 0:
             for path in list(self.directory.iterdir()):
                 if ".orbax-checkpoint-tmp" in path.name:
                     path.rmtree()
+        if silently:
+            return
         warnings.warn(
             f"the checkpoint of step {step} was not written: {first_line(why)}. The others, of steps "
             f"{list(self.steps)}, are untouched",

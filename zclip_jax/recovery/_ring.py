@@ -15,7 +15,7 @@ Index = tuple[tuple[int, int], ...]  # which part of the global array: start and
 class MemoryRing:
     """Keeps copies of the last `size` states in the host's memory, and gives them back to the devices.
 
-    The copies lie in pinned memory (`pinned_host`) where the devices have it, else in NumPy arrays. Each process
+    The copies lie in pinned memory (`pinned_host`) where accelerators have it, else in NumPy arrays. Each process
     keeps only what its own devices hold, and of equal copies on several devices one. `put` returns once the copies
     are on their way, and the state that you gave may then be donated; so may a state that `get` gave you.
 
@@ -130,12 +130,14 @@ def _keep_all(leaves: list[Any]) -> list[Any]:
 
 
 def _host_of(device: Any) -> Any:
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    return (
-        jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
-        if "pinned_host" in kinds
-        else None
-    )
+    """Where to copy what lies on `device`; None for NumPy, which on a CPU is several times faster (measured)."""
+    if device.platform == "cpu" or all(x.kind != "pinned_host" for x in device.addressable_memories()):
+        return None
+    return _pinned(device)
+
+
+def _pinned(device: Any) -> Any:
+    return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
 
 
 def _give_all(kept: list[Any], wanted: list[Any]) -> list[Any]:
