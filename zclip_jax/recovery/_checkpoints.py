@@ -4,8 +4,6 @@ import warnings
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from zclip_jax._extras import require
 from zclip_jax.recovery._files import (
@@ -15,11 +13,13 @@ from zclip_jax.recovery._files import (
     as_path,
     damage_of,
     first_line,
+    of_the_disk,
     read_json,
     sizes,
-    write_json,
+    try_to_write,
 )
 from zclip_jax.recovery._keep_good import GOOD, KeepGood, folder_of, good_steps, step_of
+from zclip_jax.recovery._processes import everywhere, sync
 from zclip_jax.recovery._sums import changed, crc, sums
 
 REWIND = "zclip_rewind.json"  # beside the checkpoints while a rewind is being carried out
@@ -138,7 +138,7 @@ class GoodCheckpoints:
                 self._lost("Orbax wrote nothing")
                 return False
             except Exception as error:
-                if not _of_the_disk(error):
+                if not of_the_disk(error):
                     raise
                 self._lost(error, silently=again)
         return False
@@ -152,7 +152,7 @@ class GoodCheckpoints:
         if self._saving is not None:
             folder = folder_of(self.directory, self._saving)
             if folder is not None and jax.process_index() == 0:
-                _try_to_write(folder / FILES, sizes(folder))
+                try_to_write(folder / FILES, sizes(folder))
             self._saving = None
 
     def mark_good(self, step: int) -> bool:
@@ -170,8 +170,8 @@ class GoodCheckpoints:
         written = True
         if jax.process_index() == 0:
             folder = folder_of(self.directory, step)
-            written = (folder / GOOD).exists() or _try_to_write(folder / GOOD, {"good": True})
-        if _everywhere(written):
+            written = (folder / GOOD).exists() or try_to_write(folder / GOOD, {"good": True})
+        if everywhere(written):
             self._marked.add(step)
         return step in self._marked
 
@@ -240,7 +240,7 @@ class GoodCheckpoints:
         if to not in self.steps:
             raise ValueError(f"to must be one of the steps {list(self.steps)}, got {to}")
         if jax.process_index() == 0:
-            _try_to_write(self.directory / REWIND, {"to": to})
+            try_to_write(self.directory / REWIND, {"to": to})
         self._retire_after(to)
 
     def close(self) -> None:
@@ -256,12 +256,12 @@ class GoodCheckpoints:
 
     def _complete_rewind(self) -> None:
         begun = read_json(self.directory / REWIND) if self.directory.exists() else None
-        _sync("read rewind")
+        sync("read rewind")
         if begun is not None:
             self._retire_after(begun["to"])
 
     def _retire_after(self, to: int) -> None:
-        _sync("begin rewind")
+        sync("begin rewind")
         self._marked = {step for step in self._marked if step <= to}
         for step in reversed([x for x in self.steps if x > to]):
             self.manager.delete(step)
@@ -270,11 +270,11 @@ class GoodCheckpoints:
                 if (step_of(folder.name) or 0) > to:
                     folder.rmtree()
             (self.directory / REWIND).unlink(missing_ok=True)
-        _sync("end rewind")
+        sync("end rewind")
 
     def _try_restore(self, step: int, args: Any) -> tuple[Any, str | None]:
         restored, why = None, damage_of(folder_of(self.directory, step))
-        if _everywhere(why is None):
+        if everywhere(why is None):
             try:
                 restored = self.manager.restore(step, args=args)
                 about = about_of(folder_of(self.directory, step))
@@ -282,7 +282,7 @@ class GoodCheckpoints:
                     why = f"{', '.join(names[:3])} changed since it was saved"
             except Exception as error:  # whatever else a folder holds, Orbax says it in many ways
                 why = first_line(error)
-            if _everywhere(why is None):
+            if everywhere(why is None):
                 return restored, None
         return None, why or "another process could not read it"
 
@@ -300,7 +300,7 @@ class GoodCheckpoints:
                     count += 1
                     target = self.directory / BROKEN / f"{folder.name}-{count}"
                 folder.rename(target)
-        _sync("set aside")
+        sync("set aside")
         self.manager.reload()
 
     def _lost(self, why: Any, silently: bool = False) -> None:
@@ -330,30 +330,5 @@ def _by_name(value: Any) -> dict[str, Any]:
     return {name: item for name, item in named if item is not None}
 
 
-def _try_to_write(path: Any, value: Any) -> bool:
-    try:
-        write_json(path, value)
-    except OSError as error:
-        warnings.warn(f"{path} could not be written: {first_line(error)}", stacklevel=3)
-        return False
-    return True
-
-
-def _of_the_disk(error: Exception) -> bool:
-    """Whether the system refused to write, which TensorStore tells by an error of another type."""
-    return isinstance(error, OSError) or "os_error_code" in str(error)
-
-
 def _list(damage: dict[int, str]) -> str:
     return "; ".join(f"step {step}: {why}" for step, why in damage.items())
-
-
-def _everywhere(fine: bool) -> bool:
-    if jax.process_count() == 1:
-        return fine
-    return bool(multihost_utils.process_allgather(np.asarray(fine)).all())
-
-
-def _sync(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"zclip_jax {name}")

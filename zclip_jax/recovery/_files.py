@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,21 @@ def write_json(path: Any, value: Any) -> None:
     beside = path.parent / (path.name + ".new")
     beside.write_text(json.dumps(value))
     beside.replace(path)
+
+
+def try_to_write(path: Any, value: Any) -> bool:
+    """Writes a file, or warns and returns False."""
+    try:
+        write_json(path, value)
+    except OSError as error:
+        warnings.warn(f"{path} could not be written: {first_line(error)}", stacklevel=3)
+        return False
+    return True
+
+
+def of_the_disk(error: Exception) -> bool:
+    """Whether the system refused to write, which TensorStore tells by an error of another type."""
+    return isinstance(error, OSError) or "os_error_code" in str(error)
 
 
 def first_line(error: Any) -> str:

@@ -64,8 +64,8 @@ class MemoryRing:
 
         Args:
           step: one of `steps`.
-          like: a pytree of arrays or `jax.ShapeDtypeStruct`s, whose shardings the copy shall have. Its arrays may be
-            donated ones. None for the shardings that the state had.
+          like: a pytree of arrays or of `jax.ShapeDtypeStruct`, whose shardings the copy shall have. Its arrays
+            may be donated ones. None for the shardings that the state had.
 
         Raises:
           KeyError: there is no state of this step.
