@@ -5,6 +5,7 @@ from pathlib import Path
 
 import zclip_jax
 import zclip_jax.monitor
+import zclip_jax.recovery
 import zclip_jax.replay
 
 ROOT = Path(zclip_jax.__file__).parent
@@ -64,6 +65,7 @@ ALLOWED = {
         {"_typing", "_numerics", "_checks", "_rule", "_alarms", "_spike_score", "_extras", "rules", "replay"},
         {"jax", "numpy"},
     ),
+    "recovery": ({"_checks", "_extras", "recovery"}, {"jax", "numpy"}),
     "cli": ({"replay", "monitor"}, {"jax", "numpy"}),
     "__init__": (
         {
@@ -94,8 +96,10 @@ STANDARD = {
     "codecs",
     "collections",
     "contextlib",
+    "copy",
     "csv",
     "dataclasses",
+    "enum",
     "functools",
     "gzip",
     "html",
@@ -106,6 +110,7 @@ STANDARD = {
     "json",
     "logging",
     "math",
+    "operator",
     "os",
     "pathlib",
     "queue",
@@ -155,7 +160,7 @@ def test_every_file_imports_only_what_it_may():
 
 
 def test_all_is_sorted_and_complete():
-    for module in (zclip_jax, zclip_jax.monitor, zclip_jax.replay, zclip_jax.rules):
+    for module in (zclip_jax, zclip_jax.monitor, zclip_jax.recovery, zclip_jax.replay, zclip_jax.rules):
         names = module.__all__
         assert sorted(names) == list(names)
         assert all(hasattr(module, name) for name in names)
