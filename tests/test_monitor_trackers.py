@@ -167,7 +167,6 @@ def test_trackio_has_the_update_as_its_step(monkeypatch):
 @pytest.mark.parametrize(("kind", "module"), [(Wandb, "wandb"), (Trackio, "trackio")])
 def test_a_missing_package_is_named_at_once(monkeypatch, kind, module):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(
-        ImportError, match=rf"{kind.__name__} needs {module}: pip install 'zclip-jax\[monitor\]'"
-    ):
+    named = rf"{kind.__name__} needs {module}: pip install 'zclip-jax\[{module}\]'"
+    with pytest.raises(ImportError, match=named):
         kind()

@@ -212,3 +212,25 @@ def test_losses_of_text_are_those_of_training(read_text):
 def test_names_are_learned_however_late_the_rows_begin(read_text):
     header = "(ln_1): LayerNorm((768,), eps=1e-05)\nmax_grad_norm: 1.0\n" * 5000
     check(read_text(header + "step 4 grad_norm 0.5\nstep 5 grad_norm 0.25\n"), [0.5, 0.25], [4, 5])
+
+
+@pytest.mark.parametrize("behind", ["", "\n", "Killed\n", "slurmstepd: error: *** STEP CANCELLED ***\n"])
+def test_a_dict_of_norms_that_is_cut_off_is_told(read_text, behind):
+    row = (
+        "x.py:36 in record -- step={i}, loss=0.1{i}, grad_norm={{'0_default': 1.{i}5, '1_fp32': 0.0}}, n=4\n"
+    )
+    rows = [row.format(i=i) for i in range(4)]
+    begun, closed = rows[3].index("{") + 1, rows[3].index("}")
+    for end in range(begun, closed + 1):
+        recording = read_text("".join(rows[:3]) + rows[3][:end] + behind)
+        assert recording.norms.tolist() == [1.05, 1.15, 1.25]
+        assert any("cut off" in note for note in recording.notes), end
+
+
+def test_two_runs_whose_last_row_is_cut_off_before_its_epoch(read_text):
+    row = "{{'loss': 0.1{i}, 'grad_norm': 1.{i}5, 'epoch': 0.{i}}}\n"
+    rows = [row.format(i=i) for i in (2, 4, 6)]
+    last = rows[2][: rows[2].index(" 'epoch'")]
+    recording = read_text("".join(rows) + "".join(rows[:2]) + last)
+    assert recording.norms.tolist() == [1.25, 1.45, 1.65, 1.25, 1.45, 1.65]
+    assert recording.starts == (0, 3)

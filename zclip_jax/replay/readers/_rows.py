@@ -149,6 +149,9 @@ class Rows:
             tokens.append(found)
         if not self._find and not any(self._is_norm(token.name) for token in tokens):
             unread = find_unread(text)
+            if unread and unread.text[0] == "{" and "}" not in text[unread.start :]:
+                self._cut.append(f"a line is cut off or runs into other text: {shorten(text[-60:])!r}")
+                return [], phrases
             tokens += [unread] if unread else []
         if text == line:
             for token in [token for token in tokens if token.start + len(token.text) == len(text)]:

@@ -39,6 +39,8 @@ def order_rows(
     """
     num_rows = next((x.size for x in (steps, epochs) if x is not None), 0)
     whole = Order((0,), np.ones(num_rows, bool))
+    if epochs is not None and num_rows > 1 and np.isnan(epochs[-1]):  # the last row may be cut off
+        epochs = np.append(epochs[:-1], epochs[-2])
     place = _places(steps, epochs)
     if place is None:
         return whole
