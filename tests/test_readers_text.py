@@ -234,3 +234,12 @@ def test_two_runs_whose_last_row_is_cut_off_before_its_epoch(read_text):
     recording = read_text("".join(rows) + "".join(rows[:2]) + last)
     assert recording.norms.tolist() == [1.25, 1.45, 1.65, 1.25, 1.45, 1.65]
     assert recording.starts == (0, 3)
+
+
+def test_a_row_without_a_step_that_runs_into_other_text_is_told(read_text):
+    row = "{i}/400000 ━━━━ 1:05 103ms/step - grad_norm: 1.{i} - loss: 0.{i}\n"
+    rows = [row.format(i=i) for i in range(3)]
+    last = rows[2][: rows[2].index("- loss")]
+    recording = read_text("".join(rows[:2]) + last + "srun: error: node-7: task 0: CANCELLED\n")
+    assert recording.norms.tolist() == [1.0, 1.1, 1.2]
+    assert any("runs into other text" in note for note in recording.notes)

@@ -56,7 +56,9 @@ def order_rows(
     if not turns.size:
         return whole
     ahead = np.diff(place)
-    unit = float(np.median(ahead[ahead > 0])) if (ahead > 0).any() else 1.0
+    # Epochs are rounded, often to two digits, so that the usual distance may be more than the true one.
+    usual = np.min if (place % 1).any() else np.median
+    unit = float(usual(ahead[ahead > 0])) if (ahead > 0).any() else 1.0
     starts, keep, resumed, left_out = [0], np.ones(num_rows, bool), [], 0
     rows = list(range(turns[0]))  # of the run so far, those that count
     first_row = 0

@@ -31,7 +31,8 @@ class Tail:
         words = {word.strip(".,:;*") for word in form}
         odd = form not in self._forms and len(self._forms) > 0
         if odd and row.endswith(ENDS):
-            odd = numbered and any(word.isalpha() and len(word) > 3 for word in words - self._words)
+            new = [word for word in words - self._words if word.isalpha() and len(word) > 3]
+            odd = any(numbered or _TROUBLE.search(word) for word in new)
         self._odd = row if odd else ""
         if len(self._forms) < MOST_FORMS:
             self._forms.add(form)
