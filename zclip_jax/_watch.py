@@ -44,7 +44,9 @@ def watch(
 
     Args:
       what: `"grads"` or `"updates"`: what stands at this place of the chain.
-      rule: says from the norm of all groups which steps are spikes; `rules.level()` unless given.
+      rule: says from the norm of all groups which steps are spikes; `rules.level()` unless given. A group far below
+        the level of the others may rise 100 times without being seen by it; `watch/grads/rise_group` and
+        `watch/grads/rise` of `metrics` name the group furthest above its own history on every step.
       granularity: as in `clip_by_rule`: what a group is.
       stacked: as in `clip_by_rule`: which leaves hold a layer in each entry of their leading axis.
       axis_name: as in `clip_by_rule`.
