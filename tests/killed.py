@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 
-from recovery_loop import train
+from examples.recovery_loop import train
 
 TOUCHES = {
     "open",

@@ -62,7 +62,7 @@ def test_nothing_heavy_is_imported():
     """The core brings in jax, optax and chex, and what those need: no trainer, no plots."""
     code = (
         "import sys, zclip_jax; "
-        "heavy = {'flax', 'orbax', 'matplotlib', 'grain', 'rich', 'tensorboardX'}; "
+        "heavy = {'flax', 'orbax', 'matplotlib', 'grain', 'rich', 'tensorboard', 'tensorboardX', 'wandb'}; "
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

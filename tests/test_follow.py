@@ -412,7 +412,8 @@ class Terminal:
             os.close(self.end)
 
 
-@pytest.mark.parametrize("end", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_in_a_terminal(tmp_path, end):
     run, path = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     terminal = Terminal("follow", str(run), columns=60)

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 from zclip_jax.recovery import GoodCheckpoints, KeepGood
 
+pytestmark = pytest.mark.slow
+
 Composite, Save, Restore = ocp.args.Composite, ocp.args.StandardSave, ocp.args.StandardRestore
 
 

@@ -39,7 +39,7 @@ def adam_update(grads, scale, eps=1e-8):
     return first / (np.sqrt(second) + eps)
 
 
-@pytest.mark.parametrize("name", CAPPED)
+@pytest.mark.parametrize("name", [pytest.param(CAPPED[0], marks=pytest.mark.slow), *CAPPED[1:]])
 def test_a_cap_on_the_norm_of_all_takes_the_update_away_beside_a_loud_tensor(name):
     sizes = bench.size(*(updates_of_adamw(which)["scale"][0] for which in (name, "nothing")))
     scale = 1.0 / 1e8  # the cap over the norm of four entries of 5e7
@@ -51,7 +51,7 @@ def test_a_cap_on_the_norm_of_all_takes_the_update_away_beside_a_loud_tensor(nam
     assert 0.0013 < sizes.mean() < 0.0017
 
 
-@pytest.mark.parametrize("name", [GLOBAL, LEAF])
+@pytest.mark.parametrize("name", [pytest.param(GLOBAL, marks=pytest.mark.slow), LEAF])
 @pytest.mark.parametrize("tensor", [pytest.param("scale", marks=pytest.mark.slow), "matrix"])
 def test_without_a_cap_or_by_leaf_the_update_stays(name, tensor):
     sizes = bench.size(updates_of(name)[tensor][LOUD_CASE], updates_of("nothing")[tensor][LOUD_CASE])

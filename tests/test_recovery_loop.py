@@ -15,6 +15,8 @@ import pytest
 from examples import recovery_loop
 from zclip_jax.recovery import GoodCheckpoints, RecoveryLog, SkippingIterator, SkipRanges
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 
 

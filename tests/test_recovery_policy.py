@@ -25,7 +25,7 @@ SMALL = RecoveryConfig(
     max_replayed=2000,
 )
 SEEDS = pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
-VERIFY = pytest.mark.parametrize("verify", [False, True])
+VERIFY = pytest.mark.parametrize("verify", [pytest.param(False, marks=pytest.mark.slow), True])
 
 
 @VERIFY

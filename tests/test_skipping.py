@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from zclip_jax.recovery import SkippingIterator, SkipRanges
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 24  # batches looked at
 
 

@@ -24,7 +24,8 @@ class SpikeRecord(dict):
 
     Keys: `watch` (`"grads"` or `"updates"`, with the path behind it where there are several), `kind` (`"spike"` or
     `"nonfinite"`), `step` (updates up to this one, itself included), `norm` of all groups, its `level` before,
-    `times_level` (`norm` over `level`), what the rule `allowed`; `share` with the `group` that has the largest part
+    `times_level` (`norm` over `level`), what the rule of the watch `allowed`, which is not what a
+    clip behind it did; `share` with the `group` that has the largest part
     of the squared norm, its `share` and `norm`; `rise` with the group furthest above its own history, its `norm`,
     `times_level` and `z_score`, or None where no group has a history; `num_groups`, `num_nonfinite`, and
     `nonfinite`, the names of the groups that were NaN or infinite. On updates also `ratio`, the RMS of updates

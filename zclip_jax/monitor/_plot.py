@@ -9,7 +9,7 @@ import numpy as np
 from zclip_jax._extras import require
 from zclip_jax.monitor._run import Run
 
-# Okabe and Ito's colours, which colour-blind people can tell apart as well.
+# Okabe and Ito's colors, which color-blind people can tell apart as well.
 RUNS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999")
 NORM, TRIGGER, CAP, SPIKE, NONFINITE = "#56b4e9", "black", "#e69f00", "#d55e00", "#cc79a7"
 BOUND = "#999999"

@@ -70,6 +70,8 @@ class Worker:
 
         if self._given - self._done < LIMIT:
             self._jobs.put(job)
+        else:
+            self._tell(f"is {LIMIT} rows behind and loses an alarm, {finding['alarm']}")
 
     def flush(self) -> Callable[[float], None]:
         """Flushes the sink once it has what it was given; returns how to wait for that until a deadline."""
