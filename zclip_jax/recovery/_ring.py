@@ -157,7 +157,9 @@ def _give_all(kept: list[Any], wanted: list[Any]) -> list[Any]:
         arrays.append((len(given), leaf, sharding, len(on)))
         given.append(None)
         for device, place in on.items():
-            parts.append(_part(leaf, _index(place, leaf.shape)))
+            part = _part(leaf, _index(place, leaf.shape))
+            # JAX may take an aligned NumPy array for its own, whatever `may_alias` says.
+            parts.append(part.copy() if isinstance(part, np.ndarray) else part)
             devices.append(jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
     parts = iter(jax.device_put(parts, devices, may_alias=False))
     for at, leaf, sharding, count in arrays:
