@@ -86,7 +86,7 @@ class Decisions:
                 self.guilty |= skipped
         if incident.level in (SKIP_AND_RETRY, MITIGATE):
             self.queue = [*self.queue, *(x.skipped for x in self.trouble if x.skipped)]
-        self.queue = [x for x in dict.fromkeys(self.queue) if SkipRanges((x,)) - self.guilty]
+        self.queue = self._disjoint(self.queue)
 
     def mark_innocent(self, span: tuple[int, int], step: int) -> None:
         """Notes that a range was trained on after all, by `step`."""
@@ -97,8 +97,17 @@ class Decisions:
         """Puts back into the queue what was tried again after step `to`: a rewind has undone it."""
         undone = [span for span, step in self.passed if step > to]
         self.skips |= SkipRanges(tuple(undone))
-        self.queue = [*undone, *self.queue]
+        self.queue = self._disjoint([*undone, *self.queue])
         self.passed = [x for x in self.passed if x[1] <= to]
+
+    def _disjoint(self, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The spans in their order, each without what is guilty or in one before it: no batch is trained twice."""
+        found, seen = [], self.guilty
+        for span in spans:
+            rest = SkipRanges((span,)) - seen
+            found += rest.ranges
+            seen |= rest
+        return found
 
     def copy(self) -> "Decisions":
         """A copy that shares nothing that changes."""
