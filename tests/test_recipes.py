@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 RECIPES = Path(__file__).parents[1] / "examples" / "recipes"
 RUN_HERE = sorted(
     path.stem for path in RECIPES.glob("*.py") if path.stem != "tunix_trainer"

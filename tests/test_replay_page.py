@@ -17,6 +17,8 @@ from zclip_jax.replay._figure import write_figure
 from zclip_jax.replay._page import MARKERS, write_page
 from zclip_jax.replay.readers._recording import Recording
 
+pytestmark = pytest.mark.slow
+
 STEPS = 3000
 HOSTILE = "<script>document.title = 'owned'</script> & \"quotes\" 'too' <b>bold</b> %{y} $\\frac$ é"
 DRAWN = "return document.querySelectorAll('.js-plotly-plot .cartesianlayer .xtick text').length > 0"

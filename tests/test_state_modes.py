@@ -35,6 +35,8 @@ from tests.transformations import (
 )
 from zclip_jax import clip_by_rule, metrics, rules, unscale, zclip
 
+pytestmark = pytest.mark.slow
+
 QUICK = [t for t in TRANSFORMATIONS if not t.slow]
 ELSEWHERE = ("chain", "skip", "Multi", "inject", "two")
 OURS = [t.name for t in QUICK if not any(word in t.name for word in ELSEWHERE)]

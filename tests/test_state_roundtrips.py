@@ -30,6 +30,8 @@ from tests.transformations import (
 )
 from zclip_jax import clip_by_rule, levelclip, metrics, rules, skip_by_rule, transplant, zclip
 
+pytestmark = pytest.mark.slow
+
 QUICK = [t for t in TRANSFORMATIONS if not t.slow]
 LAST = 2**31 - 1
 

@@ -13,6 +13,8 @@ from tests.cases import LOSSES, TRACES, fast_jit
 from tests.transformations import ONE_OF_A_KIND, assert_same, bits, mark_slow
 from zclip_jax import Decision, Rule, clip_by_rule, decide, metrics, rules, skip_by_rule, zclip
 
+pytestmark = pytest.mark.slow
+
 
 def decay(step):
     return 1.0 - jnp.asarray(step, jnp.float32) / 64
