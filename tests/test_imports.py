@@ -14,6 +14,7 @@ ROOT = Path(zclip_jax.__file__).parent
 ALLOWED = {
     "_typing": (set(), {"jax", "chex", "jaxtyping", "numpy"}),
     "_extras": (set(), set()),
+    "_json": (set(), set()),
     "_numerics": (set(), {"jax", "numpy"}),
     "_checks": ({"_numerics"}, {"jax", "numpy"}),
     "_rule": ({"_typing", "_numerics"}, {"jax"}),
@@ -58,14 +59,14 @@ ALLOWED = {
     "_spike_score": (set(), {"numpy"}),
     # Packages of the extras come through `_extras`.
     "monitor": (
-        {"_typing", "_norm", "_alarms", "_spikes", "_spike_score", "_extras", "replay", "monitor"},
+        {"_typing", "_norm", "_alarms", "_spikes", "_spike_score", "_extras", "_json", "replay", "monitor"},
         {"jax", "numpy"},
     ),
     "replay": (
         {"_typing", "_numerics", "_checks", "_rule", "_alarms", "_spike_score", "_extras", "rules", "replay"},
         {"jax", "numpy"},
     ),
-    "recovery": ({"_checks", "_extras", "recovery"}, {"jax", "numpy"}),
+    "recovery": ({"_checks", "_extras", "_json", "recovery"}, {"jax", "numpy"}),
     "cli": ({"replay", "monitor"}, {"jax", "numpy"}),
     "__init__": (
         {

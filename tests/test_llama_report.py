@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from zclip_jax._json import finite_json
+
 report = importlib.import_module("report")
 
 FLAGS = {"clip": "zclip", "preset": "tiny", "max_grad_norm": 1.0}
@@ -17,7 +19,7 @@ def row(step: int, trigger: float, norm: float = 0.5, **more: Any) -> dict[str, 
     scale = min(1.0, trigger / norm, 1.0 / norm)
     values = {"grad_norm": norm, "trigger": trigger, "clip_scale": scale, "num_nonfinite": 0}
     values |= {"fired": norm > trigger, "bound": norm > trigger, "capped": norm > 1.0}
-    logged = {f"zclip/{name}": report.to_json(value) for name, value in values.items()}
+    logged = {f"zclip/{name}": finite_json(value) for name, value in values.items()}
     return {"step": step, "loss": 2.0, "tokens_per_second": 9.0} | logged | more
 
 

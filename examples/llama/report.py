@@ -179,7 +179,7 @@ class Report:
             "attempt": row["attempt"],
             "data_index": seen.data_index,
             "row_ids": seen.row_ids,
-            "decision": {name: to_json(row[f"zclip/{name}"]) for name in DECISION},
+            "decision": {name: row[f"zclip/{name}"] for name in DECISION},
             "rows": rows[:WORST],
             "rows_params_step": self.params_step,
             "text": text,
@@ -257,10 +257,6 @@ def describe_spikes(run: Run) -> str:
     worst = max(records, key=lambda record: float(record["times_level"] or 0.0))
     lines = [f"{len(records)} recorded in spikes.jsonl; the largest:", *describe_record(worst).splitlines()]
     return "\n          ".join(lines)
-
-
-def to_json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 def limit(row: Row, flags: Row) -> float:

@@ -46,7 +46,9 @@ class Bell:
                 if not all(name in values for name in alarm.reads):
                     continue
                 which = source, alarm.name
-                recent = self.recent.setdefault(which, _Recent(("step", *alarm.reads), alarm.window))
+                recent = self.recent.get(which)
+                if recent is None:
+                    recent = self.recent[which] = _Recent(("step", *alarm.reads), alarm.window)
                 recent.add([values[name] for name in recent.names])
                 last = self.raised.get(which)
                 if last is not None and row["update"] < last + self.cooldown:

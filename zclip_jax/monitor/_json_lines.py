@@ -2,12 +2,12 @@
 
 import io
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from zclip_jax._json import finite_json, parse_lines
 from zclip_jax.monitor._position import Row, as_count
 from zclip_jax.monitor._row_sink import RowSink
 
@@ -46,13 +46,13 @@ class JsonLines(RowSink):
         super().__init__()
         self.path = Path(path)
         stem = "" if self.path.stem == "metrics" else f"{self.path.stem}."
-        first = None if config is None else _dumps({"config": _finite(config)})  # complains of it right away
+        first = None if config is None else _dumps({"config": config})  # complains of it right away
         self._rows = _Lines(self.path, first)
         self._alarms = _Lines(self.path.with_name(f"{stem}alarms.jsonl"))
 
     def log_row(self, row: Row) -> None:
         """Appends a row."""
-        self._rows.append(_dumps(_finite(row)))
+        self._rows.append(_dumps(row))
 
     def log_alarm(self, finding: Row) -> None:
         """Appends what an alarm found to the file of alarms."""
@@ -106,12 +106,7 @@ class _Lines:
 
 
 def _dumps(x: Mapping[str, Any]) -> str:
-    return json.dumps(x, allow_nan=False)
-
-
-def _finite(row: Mapping[str, Any]) -> Row:
-    """With strings for what JSON has no number for."""
-    return {name: str(x) if isinstance(x, float) and not math.isfinite(x) else x for name, x in row.items()}
+    return json.dumps(finite_json(x), allow_nan=False)
 
 
 def _last_row(path: Path) -> Row | None:
@@ -126,12 +121,9 @@ def _last_row(path: Path) -> Row | None:
             start = max(size - length, 0)
             file.seek(start)
             lines = file.read(size - start).split(b"\n")
-            for line in reversed(lines if start == 0 else lines[1:]):  # whose first may lack its beginning
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError):
-                    continue
-                if isinstance(row, dict) and as_count(row.get("step")) is not None:
+            rows = parse_lines(lines if start == 0 else lines[1:])  # whose first may lack its beginning
+            for row in reversed(rows):
+                if as_count(row.get("step")) is not None:
                     return row
             if start == 0:
                 return None

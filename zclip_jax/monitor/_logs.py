@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from zclip_jax._json import parse_lines
 from zclip_jax.monitor._run import COLUMNS, Columns, Run, make_records
-from zclip_jax.monitor._tail import Objects, ReplacedError, Tail, parse_lines
+from zclip_jax.monitor._tail import Objects, ReplacedError, Tail
 
 CHUNK = 1 << 20  # bytes that are read at a time
 NORM, NONFINITE = COLUMNS.index("grad_norm"), COLUMNS.index("nonfinite")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from zclip_jax._json import finite_json
 from zclip_jax._norm import global_norm, is_gradient, reshard
 from zclip_jax._typing import PyTree
 
@@ -268,13 +269,9 @@ def _ranked(ids: list[Any], losses: np.ndarray, norms: np.ndarray) -> RowReport:
         {
             "row_id": ids[i],
             "position": int(i),
-            "loss": _to_json(losses[i]),
-            "norm": _to_json(norms[i]),
-            "share": _to_json(shares[i]),
+            "loss": finite_json(float(losses[i])),
+            "norm": finite_json(float(norms[i])),
+            "share": finite_json(float(shares[i])),
         }
         for i in order
     )
-
-
-def _to_json(value: float) -> float | str:
-    return float(value) if math.isfinite(value) else str(float(value))

@@ -1,9 +1,10 @@
 """What was added to a file since it was last read."""
 
-import json
 import os
 from pathlib import Path
 from typing import Any
+
+from zclip_jax._json import parse_lines
 
 KNOWN = 256  # bytes at the start, and before the place read up to, by which a file is known again
 
@@ -68,16 +69,3 @@ class Objects:
         except FileNotFoundError:
             self.tail, self.objects = Tail(self.tail.path), []
         return self.objects
-
-
-def parse_lines(lines: list[bytes]) -> list[dict[str, Any]]:
-    """Those lines that are JSON objects."""
-    parsed = []
-    for line in lines:
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            parsed.append(value)
-    return parsed

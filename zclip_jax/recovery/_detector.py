@@ -5,6 +5,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from typing import Any, Literal
 
+from zclip_jax._json import finite_json
 from zclip_jax.recovery._config import RecoveryConfig
 
 Verdict = Literal["quiet", "suspicious", "benign", "malignant"]
@@ -71,7 +72,7 @@ class Detector:
         """All that `observe` depends on, ready for JSON."""
         return {
             "window": list(self.window),
-            "episode": [_spell(loss) for loss in self.episode],
+            "episode": finite_json(self.episode),
             "calm": self.calm,
         }
 
@@ -90,7 +91,3 @@ def middle(ordered: list[float]) -> float:
     """The median of numbers in order."""
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
-
-
-def _spell(loss: float) -> float | str:
-    return loss if math.isfinite(loss) else str(loss)

@@ -1,10 +1,11 @@
 """recovery.jsonl: one decision a line, with its evidence; only ever appended to."""
 
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
+
+from zclip_jax._json import finite_json, parse_lines
 
 
 class RecoveryLog:
@@ -44,28 +45,9 @@ class RecoveryLog:
             lines = self.path.read_bytes().splitlines()
         except FileNotFoundError:
             return []
-        entries = []
-        for line in lines:
-            try:
-                entry = json.loads(line)
-            except ValueError:  # cut off by a crash
-                continue
-            if isinstance(entry, dict):
-                entries.append(entry)
-        return entries
+        return parse_lines(lines)
 
 
 def _last_byte(file: Any) -> bytes:
     file.seek(-1, os.SEEK_END)
     return file.read(1)
-
-
-def finite_json(value: Any) -> Any:
-    """`value` with each float that JSON can't hold as a string."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: finite_json(x) for key, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_json(x) for x in value]
-    return value

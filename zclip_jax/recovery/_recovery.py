@@ -8,6 +8,7 @@ from operator import index
 from typing import Any, SupportsFloat, SupportsIndex
 
 from zclip_jax._checks import check_choice
+from zclip_jax._json import finite_json
 from zclip_jax.recovery._actions import (
     Action,
     Continue,
@@ -21,7 +22,6 @@ from zclip_jax.recovery._config import RecoveryConfig
 from zclip_jax.recovery._decisions import Decisions, Incident
 from zclip_jax.recovery._detector import Detector
 from zclip_jax.recovery._ladder import VERDICTS
-from zclip_jax.recovery._log import finite_json
 from zclip_jax.recovery._places import Place, Places
 from zclip_jax.recovery._policy import Policy
 from zclip_jax.recovery._second_try import SecondTry
